@@ -1,0 +1,112 @@
+"""The prompts file: JSON lines, one prompt a line, as ``prompt``, ``messages`` or ``input_ids``."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from eagle_trace.errors import PromptsError
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One line of a prompts file. Exactly one of `text`, `messages` and `input_ids` is set.
+
+    `key` names the prompt on both sides: the line's own ``id``, or a digest of its content.
+    """
+
+    key: str
+    text: str | None = None
+    messages: tuple[dict[str, Any], ...] | None = None
+    input_ids: tuple[int, ...] | None = None
+
+
+class Tokenizer(Protocol):
+    """The part of a Hugging Face tokenizer that prompts need."""
+
+    def encode(self, text: str) -> list[int]: ...  # noqa: D102
+
+    def apply_chat_template(self, conversation: Any, **options: Any) -> Any: ...  # noqa: D102
+
+
+def read_prompts(path: Path) -> list[Prompt]:
+    """Read a prompts file; empty lines are passed over.
+
+    Raises:
+        PromptsError: no such file, no prompt in it, or a bad line (named by number).
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise PromptsError(f"cannot read prompts from {path}: {error}") from error
+    lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
+    if not lines:
+        raise PromptsError(f'{path} holds no prompt: write JSON lines such as {{"prompt": "Hello"}}')
+    prompts = [_parse(line, f"{path}, line {number}") for number, line in lines]
+    seen: dict[str, int] = {}
+    unique = []
+    for prompt in prompts:
+        # the same prompt twice is legal: occurrences are told apart by a suffix, the same one on both sides
+        count = seen[prompt.key] = seen.get(prompt.key, 0) + 1
+        unique.append(prompt if count == 1 else Prompt(f"{prompt.key}#{count}", prompt.text, prompt.messages, prompt.input_ids))
+    return unique
+
+
+def _parse(line: str, where: str) -> Prompt:
+    try:
+        data = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise PromptsError(f"{where} is not JSON: {error}") from error
+    given = [name for name in ("prompt", "messages", "input_ids") if isinstance(data, dict) and name in data]
+    if len(given) != 1:
+        raise PromptsError(f'{where} needs exactly one of "prompt", "messages" and "input_ids", has {given or "none"}')
+    name = given[0]
+    value = data[name]
+    digest = hashlib.sha256(json.dumps([name, value], sort_keys=True).encode()).hexdigest()[:16]
+    key = str(data.get("id", digest))
+    if name == "prompt":
+        if not isinstance(value, str) or not value:
+            raise PromptsError(f'{where}: "prompt" must be a text that is not empty')
+        return Prompt(key, text=value)
+    if name == "messages":
+        if not _is_conversation(value):
+            raise PromptsError(f'{where}: "messages" must be a list of {{"role": ..., "content": ...}}')
+        return Prompt(key, messages=tuple(value))
+    if not isinstance(value, list) or not value or not all(type(i) is int and i >= 0 for i in value):
+        raise PromptsError(f'{where}: "input_ids" must be a list of token ids that is not empty')
+    return Prompt(key, input_ids=tuple(value))
+
+
+def _is_conversation(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(m, dict) and {"role", "content"} <= set(m) for m in value)
+
+
+def tokenize(prompt: Prompt, tokenizer: Tokenizer | None) -> list[int]:
+    """Token ids of `prompt`; messages go through the chat template with a generation prompt.
+
+    Raises:
+        PromptsError: the prompt needs a tokenizer (or a chat template) and there is none, or it has no tokens.
+    """
+    if prompt.input_ids is not None:
+        return list(prompt.input_ids)
+    if tokenizer is None:
+        raise PromptsError("the target folder has no tokenizer: give the prompts as input_ids")
+    if prompt.messages is None:
+        ids = list(tokenizer.encode(prompt.text or ""))
+    else:
+        try:
+            ids = list(tokenizer.apply_chat_template(list(prompt.messages), add_generation_prompt=True, return_dict=False))
+        except ValueError as error:
+            raise PromptsError(f"the target's chat template refuses prompt {prompt.key}: {error}") from error
+    if not ids:
+        raise PromptsError(f"prompt {prompt.key} has no tokens")
+    return ids
+
+
+def prompts_digest(keys: Sequence[str]) -> str:
+    """One digest over the keys of all prompts, in order."""
+    return hashlib.sha256("\n".join(keys).encode()).hexdigest()[:16]

@@ -1,0 +1,127 @@
+"""What both recorders share: hooks that leave no trace in the host, and tensors that become arrays.
+
+Nothing here imports torch: modules and tensors are used through their own methods.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from importlib.metadata import entry_points
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from eagle_trace.capture import Array
+from eagle_trace.errors import UsageError
+
+ENTRY_POINTS = "eagle_trace.recorders"
+
+
+def find_recorder(mode: str) -> Callable[..., Any]:
+    """The recorder registered for `mode` (``train``, ``serve``) in the entry-point group `eagle_trace.recorders`.
+
+    Raises:
+        UsageError: nobody registered one.
+    """
+    found = entry_points(group=ENTRY_POINTS)
+    for entry in found:
+        if entry.name == mode:
+            recorder: Callable[..., Any] = entry.load()
+            return recorder
+    raise UsageError(f"no recorder for mode {mode!r}; installed: {', '.join(sorted(found.names)) or 'none'}")
+
+
+def to_array(tensor: Any) -> Array:
+    """A private copy of a torch tensor as a contiguous numpy array of the same dtype, on any device.
+
+    The copy is made at once: fused kernels overwrite their inputs in place, so a reference would change later.
+    """
+    copy = tensor.detach().to("cpu", copy=True).contiguous()
+    if str(copy.dtype) == "torch.bfloat16":
+        # numpy has no bfloat16 of its own: pass the bits through int16 (its dtype taken from a tensor, not from torch)
+        return copy.view(copy.new_empty(0).short().dtype).numpy().view(ml_dtypes.bfloat16)  # type: ignore[no-any-return]
+    return copy.numpy()  # type: ignore[no-any-return]
+
+
+def to_rows(tensor: Any) -> Array:
+    """`to_array` with every axis but the last one folded into rows: [T, W]."""
+    array = to_array(tensor)
+    return array.reshape(-1, array.shape[-1]) if array.ndim != 2 else array
+
+
+class Hooks:
+    """Everything that was hung into a host, so that all of it comes off again.
+
+    A context manager: on leaving, module hooks are removed and replaced attributes restored, also after an error.
+    """
+
+    def __init__(self) -> None:
+        self._undo: list[Callable[[], None]] = []
+
+    def __enter__(self) -> Hooks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+    def after(self, module: Any, function: Callable[[Any, tuple[Any, ...], Any], None]) -> None:
+        """Call `function(module, args, output)` after each forward of `module`; it cannot change the output."""
+
+        def hook(module: Any, args: tuple[Any, ...], output: Any) -> None:
+            function(module, args, output)
+
+        self._undo.append(module.register_forward_hook(hook).remove)
+
+    def before(self, module: Any, function: Callable[[Any, tuple[Any, ...], dict[str, Any]], None]) -> None:
+        """Call `function(module, args, kwargs)` before each forward of `module`; it cannot change the input."""
+
+        def hook(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            function(module, args, kwargs)
+
+        self._undo.append(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
+
+    def wrap(self, owner: Any, name: str, observe: Callable[[Any, tuple[Any, ...], dict[str, Any]], None]) -> None:
+        """Call `observe(result, args, kwargs)` after each call of the function ``owner.name``."""
+        original = getattr(owner, name)
+
+        @functools.wraps(original)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            observe(result, args, kwargs)
+            return result
+
+        had_own = name in vars(owner)
+
+        def restore() -> None:
+            if had_own:
+                setattr(owner, name, original)
+            else:
+                delattr(owner, name)
+
+        setattr(owner, name, wrapper)
+        self._undo.append(restore)
+
+    def remove(self) -> None:
+        """Take everything off, last hung first."""
+        while self._undo:
+            self._undo.pop()()
+
+
+def log_softmax(logits: Array) -> Array:
+    """Log-softmax over the last axis in float32 [T, V]."""
+    x = logits.astype(np.float32)
+    x = x - x.max(axis=-1, keepdims=True)
+    return x - np.log(np.exp(x).sum(axis=-1, keepdims=True))  # type: ignore[no-any-return]
+
+
+def best_ids(logits: Array, count: int) -> tuple[Array, Array, Array]:
+    """The `count` best ids of each row, best first, ties by the lower id: ids int64, logits and log-probabilities [T, K]."""
+    x = logits.astype(np.float32)
+    count = min(count, x.shape[-1])
+    rows = np.arange(len(x))[:, None]
+    # partition first: a full sort of a 32,000-wide row costs more than the rest of the capture
+    some = np.sort(np.argpartition(-x, count - 1, axis=-1)[:, :count], axis=-1)
+    order = some[rows, np.argsort(-x[rows, some], axis=-1, kind="stable")]
+    return order, x[rows, order], log_softmax(x)[rows, order]

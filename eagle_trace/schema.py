@@ -1,0 +1,115 @@
+"""Arrow schemas of every file of a trace (docs/trace-format.md says the same in words)."""
+
+from __future__ import annotations
+
+import pyarrow as pa
+
+from eagle_trace.capture import DTYPES
+
+KEYS = [
+    ("prompt_id", pa.int32()),
+    ("root", pa.int32()),
+    ("step", pa.int32()),
+    ("round", pa.int32()),
+    ("call_id", pa.int32()),
+    ("token_id", pa.int32()),
+    ("position", pa.int32()),
+    ("path", pa.list_(pa.int32())),
+    ("own_path", pa.bool_()),
+]
+
+STATISTICS = [
+    ("norm", pa.float64()),
+    ("absmax", pa.float64()),
+    ("mean", pa.float64()),
+    ("nonfinite", pa.int32()),
+]
+
+SHAPES = pa.list_(pa.struct([("site", pa.string()), ("shape", pa.list_(pa.int32())), ("dtype", pa.string())]))
+
+#: tables that stand beside values/, by file name without the ending
+TABLES: dict[str, pa.Schema] = {
+    "prompts": pa.schema(
+        [
+            ("prompt_id", pa.int32()),
+            ("prompt_key", pa.string()),
+            ("request_id", pa.string()),
+            ("token_ids", pa.list_(pa.int32())),
+            ("num_prompt_tokens", pa.int32()),
+            ("text", pa.string()),
+            ("output_ids", pa.list_(pa.int32())),
+        ]
+    ),
+    "rows": pa.schema(KEYS),
+    "calls": pa.schema(
+        [
+            ("call_id", pa.int32()),
+            ("role", pa.string()),
+            ("mode", pa.string()),
+            ("batch_size", pa.int32()),
+            ("tokens", pa.int32()),
+            ("shapes", SHAPES),
+        ]
+    ),
+    "params": pa.schema(
+        [
+            ("name", pa.string()),
+            ("canonical_name", pa.string()),
+            ("shape", pa.list_(pa.int32())),
+            ("dtype", pa.string()),
+            ("digest", pa.string()),
+            ("norm", pa.float64()),
+            ("nonfinite", pa.int64()),
+            ("in_checkpoint", pa.bool_()),
+        ]
+    ),
+    "topk": pa.schema(
+        [
+            ("prompt_id", pa.int32()),
+            ("root", pa.int32()),
+            ("step", pa.int32()),
+            ("path", pa.list_(pa.int32())),
+            ("rank", pa.int32()),
+            ("draft_id", pa.int32()),
+            ("target_id", pa.int64()),
+            ("logit", pa.float32()),
+            ("logprob", pa.float32()),
+        ]
+    ),
+    "rounds": pa.schema(
+        [
+            ("prompt_id", pa.int32()),
+            ("round", pa.int32()),
+            ("root", pa.int32()),
+            ("proposed", pa.list_(pa.int32())),
+            ("parents", pa.list_(pa.int32())),
+            ("target_argmax", pa.list_(pa.int32())),
+            ("accepted", pa.list_(pa.int32())),
+            ("bonus", pa.int32()),
+        ]
+    ),
+    "floors": pa.schema(
+        [
+            ("site", pa.string()),
+            ("step", pa.int32()),
+            ("dtype", pa.string()),
+            ("reference", pa.string()),
+            ("rows", pa.int64()),
+            ("rho_median", pa.float64()),
+            ("rho_p99", pa.float64()),
+            ("rho_max", pa.float64()),
+            ("channel_median", pa.float64()),
+            ("channel_p99", pa.float64()),
+            ("channel_max", pa.float64()),
+        ]
+    ),
+}
+
+
+def value_schema(site: str, dtype: str, width: int, level: str) -> pa.Schema:
+    """Schema of one file below ``values/site=.../`` at `level` (``stats`` or ``values``)."""
+    columns = [*KEYS, *STATISTICS]
+    if level == "values":
+        columns.append(("values", pa.binary(width * DTYPES[dtype].itemsize)))
+    metadata = {"site": site, "dtype": dtype, "width": str(width), "level": level}
+    return pa.schema(columns, metadata={f"eagle_trace.{key}": value for key, value in metadata.items()})
