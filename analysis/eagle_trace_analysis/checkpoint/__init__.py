@@ -1,0 +1,1 @@
+"""Checkpoints on disk: what they say, read without loading a model."""

@@ -1,0 +1,153 @@
+"""A speculators EAGLE-3 checkpoint as the folder that SGLang loads.
+
+Conventions that differ between the two, and are translated here:
+
+- **Layer ids.** speculators means the *input* of layer i (Hugging Face `hidden_states[i]`), SGLang the *output*, so
+  every id is lowered by one.
+- **Config.** speculators nests the decoder's config; SGLang wants it flat, with `architectures` and `eagle_config`.
+- **Ties.** A speculators draft always has a head of its own; a tie flag inherited from the target would drop it.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from eagle_trace.errors import CheckpointError, OutputExistsError
+
+ARCHITECTURE = "LlamaForCausalLMEagle3"
+
+
+def read_speculators_config(draft: Path) -> dict[str, Any]:
+    """The config of an EAGLE-3 checkpoint in speculators format.
+
+    Raises:
+        CheckpointError: no such folder, no config, or another kind of checkpoint.
+    """
+    path = draft / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: give the folder of a speculators checkpoint ({error.strerror})") from error
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not JSON: {error}") from error
+    if "transformer_layer_config" not in config:
+        raise CheckpointError(f"{draft} is not in speculators format: its config has no transformer_layer_config")
+    if config.get("speculators_model_type") != "eagle3":
+        raise CheckpointError(f"{draft} is a {config.get('speculators_model_type')} speculator, not eagle3")
+    return dict(config)
+
+
+def what_sglang_cannot_compute(config: Mapping[str, Any]) -> list[str]:
+    """One sentence for each trained setting that SGLang 0.5.23's draft class has no form of."""
+    layer = config["transformer_layer_config"]
+    reasons = []
+    if config.get("norm_before_residual"):
+        reasons.append("norm_before_residual is true: SGLang's residual starts from the hidden state before hidden_norm")
+    if config.get("embed_requires_grad"):
+        reasons.append("the draft trained its own embedding: SGLang replaces it with the target's")
+    if layer.get("model_type", "llama") != "llama":
+        reasons.append(f"the decoder layer is {layer.get('model_type')}: SGLang's draft class computes llama layers")
+    if layer.get("attention_bias") or layer.get("mlp_bias"):
+        reasons.append("the decoder layer has biases: SGLang's draft class loads none")
+    if layer.get("hidden_act", "silu") != "silu":
+        reasons.append(f"the activation is {layer.get('hidden_act')}: SGLang's draft class has silu only")
+    return reasons
+
+
+def aux_layer_ids(config: Mapping[str, Any], target: Path | None) -> list[int]:
+    """Layer ids of the target features in speculators' convention (the default [2, L//2, L-3] needs the target's L).
+
+    Raises:
+        CheckpointError: the config names none and there is no target to count the layers of.
+    """
+    ids = config.get("eagle_aux_hidden_state_layer_ids")
+    if ids:
+        return [int(i) for i in ids]
+    if target is None:
+        raise CheckpointError("the draft's config names no layer ids: give --target, whose layers the default counts")
+    target_config = json.loads((target / "config.json").read_text(encoding="utf-8"))
+    layers = int(target_config.get("text_config", target_config)["num_hidden_layers"])
+    return [2, layers // 2, layers - 3]
+
+
+def sglang_config(config: Mapping[str, Any], layer_ids: list[int], dtype: str) -> dict[str, Any]:
+    """SGLang's flat config for a draft trained with the speculators `config`.
+
+    Args:
+        layer_ids: ids in speculators' convention.
+        dtype: what the weights are stored in.
+    """
+    if min(layer_ids) < 1:
+        raise CheckpointError(
+            f"layer ids {layer_ids} name the embedding output (0), which SGLang has no id for: it counts layer outputs from 0"
+        )
+    flat = {key: value for key, value in config["transformer_layer_config"].items() if not key.startswith("_")}
+    flat |= {
+        "architectures": [ARCHITECTURE],
+        "model_type": "llama",
+        "draft_vocab_size": config["draft_vocab_size"],
+        "tie_word_embeddings": False,
+        "dtype": dtype,
+        "eagle_config": {
+            "use_aux_hidden_state": True,
+            "eagle_aux_hidden_state_layer_ids": [i - 1 for i in layer_ids],
+            "norm_before_fc": bool(config.get("norm_before_fc", False)),
+        },
+        "fc_norm": bool(config.get("fc_norm", False)),
+        "norm_output": bool(config.get("norm_output", False)),
+    }
+    return flat
+
+
+def export(draft: Path, out: Path, *, target: Path | None = None, force: bool = False) -> list[str]:
+    """Write SGLang's form of the speculators checkpoint `draft` into the folder `out`.
+
+    Weights are copied as they are: SGLang reads speculators' tensor names and d2t offsets. Returns what SGLang will
+    compute differently all the same (empty unless `force`).
+
+    Raises:
+        CheckpointError: `draft` is no EAGLE-3 speculators checkpoint, or SGLang cannot compute it and `force` is off.
+        OutputExistsError: `out` holds something.
+    """
+    config = read_speculators_config(draft)
+    reasons = what_sglang_cannot_compute(config)
+    if reasons and not force:
+        raise CheckpointError(
+            f"SGLang 0.5.23 cannot compute the draft {draft} as it was trained: {'; '.join(reasons)}. "
+            "Retrain without it, or pass --force to export it all the same"
+        )
+    weights = sorted(draft.glob("*.safetensors"))
+    if not weights:
+        raise CheckpointError(f"{draft} has no weights (*.safetensors)")
+    flat = sglang_config(config, aux_layer_ids(config, target), stored_dtype(weights[0]))
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise OutputExistsError(f"{out} exists: choose another folder")
+    out.mkdir(parents=True, exist_ok=True)
+    for file in [*weights, *draft.glob("*.safetensors.index.json")]:
+        shutil.copyfile(file, out / file.name)
+    # the config comes last: a folder without it is not taken for a checkpoint
+    (out / "config.json").write_text(json.dumps(flat, indent=2) + "\n", encoding="utf-8")
+    return reasons
+
+
+def stored_dtype(weights: Path) -> str:
+    """Name of the dtype most floating-point elements of a safetensors file are stored in (``bfloat16``)."""
+    from safetensors import safe_open
+
+    names = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "float64"}
+    sizes: dict[str, int] = {}
+    with safe_open(weights, framework="numpy") as tensors:
+        for name in tensors.keys():  # noqa: SIM118 (no mapping)
+            part = tensors.get_slice(name)
+            if (dtype := names.get(part.get_dtype())) is not None:
+                size = 1
+                for axis in part.get_shape():
+                    size *= axis
+                sizes[dtype] = sizes.get(dtype, 0) + size
+    if not sizes:
+        raise CheckpointError(f"{weights} holds no floating-point tensor")
+    return max(sizes, key=lambda dtype: sizes[dtype])

@@ -1,0 +1,1 @@
+"""The command line. Commands are thin: they parse, call, and print; hosts and analysis are imported inside them."""

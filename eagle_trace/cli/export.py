@@ -1,0 +1,22 @@
+"""`eagle-trace export`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def export(
+    draft: Annotated[Path, typer.Argument(help="Draft checkpoint in speculators format.")],
+    out: Annotated[Path, typer.Argument(help="Folder to write SGLang's form to.")],
+    target: Annotated[Path | None, typer.Option(help="Target checkpoint (needed if the draft names no layer ids).")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Export also what SGLang cannot compute as trained.")] = False,
+) -> None:
+    """Write a speculators draft as SGLang loads it: config, layer ids and ties translated."""
+    from eagle_trace_analysis.checkpoint.export import export as export_checkpoint
+
+    for reason in export_checkpoint(draft, out, target=target, force=force):
+        typer.echo(f"warning: {reason}", err=True)
+    typer.echo(f"Wrote {out}")

@@ -1,0 +1,105 @@
+"""What SGLang is asked to load: checks that need no start, and its command line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from eagle_trace.errors import CheckpointError
+
+
+def read_config(folder: Path, what: str) -> dict[str, Any]:
+    """The config.json of a checkpoint folder.
+
+    Raises:
+        CheckpointError: no folder, no config, or no JSON object in it.
+    """
+    path = folder / "config.json"
+    if not folder.is_dir():
+        raise CheckpointError(f"the {what} {folder} is no folder: give the path of a checkpoint folder")
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise CheckpointError(f"the {what} {folder} has no config.json: is it a checkpoint folder?") from error
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read as JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{path} holds no JSON object")
+    return config
+
+
+def check_deployment(target: Path, draft: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Configs of target and draft, if SGLang can load the pair at all.
+
+    Only what must fail is refused here: a draft that loads and computes garbage is what a recording is for.
+
+    Raises:
+        CheckpointError: a folder is not what SGLang needs, or the two do not fit.
+    """
+    target_config, draft_config = read_config(target, "target"), read_config(draft, "draft")
+    if "transformer_layer_config" in draft_config or "speculators_model_type" in draft_config:
+        raise CheckpointError(
+            f"the draft {draft} is in speculators format, which SGLang does not read: "
+            f"convert it with `eagle-trace export {draft} OUT --target {target}` and give OUT"
+        )
+    if not any("Eagle3" in str(name) for name in draft_config.get("architectures", [])):
+        raise CheckpointError(
+            f"the draft {draft} is no EAGLE-3 draft for SGLang: its config says {draft_config.get('architectures')}, "
+            'not ["LlamaForCausalLMEagle3"]'
+        )
+    if not list(draft.glob("*.safetensors")) and not list(draft.glob("*.bin")):
+        raise CheckpointError(f"the draft {draft} has no weights (*.safetensors)")
+    text = target_config.get("text_config", target_config)
+    wide, narrow = text.get("hidden_size"), draft_config.get("hidden_size")
+    if wide != narrow:
+        raise CheckpointError(
+            f"target and draft do not fit: the target is {wide} wide, the draft {narrow}, and SGLang gives the draft "
+            "the target's embedding; use the target this draft was trained for"
+        )
+    return target_config, draft_config
+
+
+def server_arguments(
+    *,
+    target: Path,
+    draft: Path,
+    steps: int,
+    topk: int,
+    draft_tokens: int,
+    dtype: str,
+    device: str,
+    tokens: int,
+    extra: Sequence[str],
+) -> tuple[list[str], list[str]]:
+    """SGLang's command line for a recording, and one sentence for each thing that recording changes.
+
+    Args:
+        tokens: room in the key/value cache, in tokens (used on CPU, where SGLang cannot work it out).
+        extra: the user's own arguments; they come last and win.
+    """
+    arguments = {
+        "--model-path": str(target),
+        "--speculative-algorithm": "EAGLE3",
+        "--speculative-draft-model-path": str(draft),
+        "--speculative-num-steps": str(steps),
+        "--speculative-eagle-topk": str(topk),
+        "--speculative-num-draft-tokens": str(draft_tokens),
+        "--dtype": dtype,
+        "--device": device,
+        "--log-level": "info",
+        "--random-seed": "0",
+    }
+    changes = ["CUDA graphs off: Python hooks do not run inside a replayed graph"]
+    flags = ["--disable-cuda-graph", "--skip-server-warmup"]
+    if "--enable-radix-cache" not in extra:
+        flags.append("--disable-radix-cache")
+        changes.append("prefix cache off: a cached position is not computed, so it could not be recorded")
+    if device == "cpu":
+        arguments |= {"--attention-backend": "intel_amx", "--mem-fraction-static": "0.3", "--max-total-tokens": str(tokens)}
+        changes.append("SGLang's CPU engine with eagle-trace's own attention and tree kernels")
+    given = {word.split("=", 1)[0] for word in extra}
+    line = [word for name, value in arguments.items() if name not in given for word in (name, value)]
+    extra = [word for word in extra if word != "--enable-radix-cache"]
+    return [*line, *flags, *extra], changes
