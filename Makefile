@@ -1,0 +1,50 @@
+# Two commands do everything: `make demo` runs the main job, `make test` checks the project.
+# Both set up .venv by themselves (Python 3.11 or 3.12; about 11 GB with SGLang and torch).
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed-$(shell cksum pyproject.toml | cut -d' ' -f1)
+
+.PHONY: help setup demo test lint unit integration bench clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make demo         record both sides of the demo draft, healthy and broken, and diff them"
+	@echo "make test         lint, types, layers, and every test (the real SGLang and speculators, on CPU)"
+	@echo "make unit         the tests that start no host"
+	@echo "make bench        what recording and diffing cost (prints; asserts nothing)"
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check pip==25.3
+	$(BIN)/python -m pip install --quiet --editable '.[train,serve]' --group dev
+	@rm -f $(VENV)/.installed-*
+	@touch $@
+
+demo: $(STAMP)
+	$(BIN)/eagle-trace demo
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+unit: $(STAMP)
+	$(BIN)/python -m pytest -m 'not integration'
+
+integration: $(STAMP)
+	$(BIN)/python -m pytest -m integration
+
+test: lint
+	$(BIN)/python -m pytest
+
+bench: $(STAMP)
+	$(BIN)/python tests/benchmarks/bench_diff.py
+	$(BIN)/python tests/benchmarks/bench_record.py
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

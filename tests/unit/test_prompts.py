@@ -1,0 +1,82 @@
+"""The prompts file: every form it may have, and one sentence for each way it can be wrong."""
+
+from pathlib import Path
+
+import pytest
+from eagle_trace.errors import PromptsError
+from eagle_trace.prompts import Prompt, read_prompts, tokenize
+
+
+class Words:
+    """A tokenizer that counts letters, enough to see what it was given."""
+
+    def encode(self, text: str) -> list[int]:
+        return [len(word) for word in text.split()]
+
+    def apply_chat_template(self, conversation: object, **options: object) -> list[int]:
+        assert options == {"add_generation_prompt": True, "return_dict": False}
+        if conversation[0]["role"] == "nobody":  # type: ignore[index]
+            raise ValueError("no such role")
+        return [1, 2, 3]
+
+
+def write(tmp_path: Path, *lines: str) -> Path:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("\n".join(lines))
+    return file
+
+
+def test_all_three_forms_are_read_and_empty_lines_passed_over(tmp_path: Path) -> None:
+    file = write(
+        tmp_path, '{"prompt": "Hello you"}', "", '{"messages": [{"role": "user", "content": "Hi"}]}', '{"input_ids": [4, 5]}'
+    )
+    prompts = read_prompts(file)
+    assert [tokenize(prompt, Words()) for prompt in prompts] == [[5, 3], [1, 2, 3], [4, 5]]
+
+
+def test_keys_depend_on_content_and_tell_repeats_apart(tmp_path: Path) -> None:
+    prompts = read_prompts(write(tmp_path, '{"prompt": "a"}', '{"prompt": "a"}', '{"prompt": "b"}', '{"id": "x", "prompt": "a"}'))
+    keys = [prompt.key for prompt in prompts]
+    assert keys[1] == f"{keys[0]}#2"
+    assert len(set(keys)) == 4
+    assert keys[3] == "x"
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{not json", "line 2 is not JSON"),
+        ("[1, 2]", "line 2 needs exactly one of"),
+        ('{"text": "a"}', "line 2 needs exactly one of"),
+        ('{"prompt": "a", "input_ids": [1]}', "line 2 needs exactly one of"),
+        ('{"prompt": ""}', "line 2: .* not empty"),
+        ('{"prompt": 5}', "line 2: .* not empty"),
+        ('{"messages": [{"role": "user"}]}', "line 2: .*role"),
+        ('{"input_ids": []}', "line 2: .*not empty"),
+        ('{"input_ids": [1, -2]}', "line 2: .*token ids"),
+        ('{"input_ids": [true]}', "line 2: .*token ids"),
+    ],
+)
+def test_a_bad_line_is_named_by_its_number(tmp_path: Path, line: str, message: str) -> None:
+    with pytest.raises(PromptsError, match=message):
+        read_prompts(write(tmp_path, '{"prompt": "fine"}', line))
+
+
+def test_no_file_and_no_prompt_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(PromptsError, match="cannot read"):
+        read_prompts(tmp_path / "nothing.jsonl")
+    with pytest.raises(PromptsError, match="holds no prompt"):
+        read_prompts(write(tmp_path, "", " "))
+    binary = tmp_path / "binary.jsonl"
+    binary.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(PromptsError, match="cannot read"):
+        read_prompts(binary)
+
+
+def test_text_without_a_tokenizer_and_a_template_that_refuses_are_named() -> None:
+    with pytest.raises(PromptsError, match="no tokenizer"):
+        tokenize(Prompt("k", text="a"), None)
+    with pytest.raises(PromptsError, match="chat template refuses"):
+        tokenize(Prompt("k", messages=({"role": "nobody", "content": ""},)), Words())
+    with pytest.raises(PromptsError, match="no tokens"):
+        tokenize(Prompt("k", text=" "), Words())
