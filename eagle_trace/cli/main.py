@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import sys
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from eagle_trace.cli.demo import demo
 from eagle_trace.cli.diff import diff
@@ -12,12 +13,30 @@ from eagle_trace.cli.export import export
 from eagle_trace.cli.record import record
 from eagle_trace.errors import EagleTraceError
 
+INTERRUPTED = 130  # what shells report for a program ended by Ctrl-C; 1 would mean "diverged"
+
+
+class _Commands(TyperGroup):
+    """Turns errors raised on purpose into one sentence and an exit status; anything else is a bug and keeps its traceback."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except EagleTraceError as error:
+            typer.echo(f"eagle-trace: {error}", err=True)
+            ctx.exit(error.exit_status)
+        except KeyboardInterrupt:
+            typer.echo("eagle-trace: interrupted; nothing was sealed", err=True)
+            ctx.exit(INTERRUPTED)
+
+
 app = typer.Typer(
     name="eagle-trace",
+    cls=_Commands,
     help="Record the training and the serving forward of an EAGLE-3 draft, line them up, name the first place they part.",
     no_args_is_help=True,
     add_completion=False,
-    pretty_exceptions_enable=False,  # a bug keeps its plain traceback
+    pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command()(record)
@@ -26,25 +45,26 @@ app.command()(demo)
 app.command()(export)
 
 
-@app.callback()
-def version_option(version: bool = typer.Option(False, "--version", help="Print the version and exit.", is_eager=True)) -> None:
-    if version:
+def _print_version(asked: bool) -> None:
+    if asked:
         from eagle_trace import __version__
 
         typer.echo(f"eagle-trace {__version__}")
         raise typer.Exit
 
 
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Record both forwards of a draft model and name the first place where they part."""
+
+
 def main() -> None:
-    """Run the command line; errors raised on purpose become one sentence on stderr and an exit status."""
-    try:
-        app()
-    except EagleTraceError as error:
-        typer.echo(f"eagle-trace: {error}", err=True)
-        sys.exit(error.exit_status)
-    except KeyboardInterrupt:
-        typer.echo("eagle-trace: interrupted; nothing was sealed", err=True)
-        sys.exit(130)
+    """Run the command line."""
+    app()
 
 
 if __name__ == "__main__":

@@ -50,7 +50,7 @@ def record(
     force: Annotated[bool, typer.Option("--force", help="Replace the trace at --out.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="Show no progress.")] = False,
     sglang_args: Annotated[
-        list[str] | None, typer.Argument(help="serve: after --, arguments for SGLang itself.", metavar="[-- SGLANG ARGS]")
+        list[str] | None, typer.Argument(help="serve: after --, arguments for SGLang itself.", metavar="-- SGLANG ARGS")
     ] = None,
 ) -> None:
     """Record one side of a draft model into a trace."""
