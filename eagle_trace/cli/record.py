@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from eagle_trace.cli.progress import Progress
 from eagle_trace.errors import UsageError
 from eagle_trace.recorder import find_recorder
 
@@ -87,32 +88,6 @@ def _next_command(mode: Mode, path: Path, replay: Path | None, draft: Path, targ
     if mode is Mode.serve:
         return f"Next: eagle-trace record --mode train --target {target} --draft SPECULATORS_DRAFT --replay {path} --out train.trace"
     return f"Next: eagle-trace diff {path} {replay or 'SERVE_TRACE'}"
-
-
-class Progress:
-    """Progress on stderr: one line that changes on a terminal, plain lines elsewhere."""
-
-    def __init__(self, quiet: bool) -> None:
-        self._quiet = quiet
-        self._terminal = sys.stderr.isatty()
-        self._shown = False
-
-    def __call__(self, message: str) -> None:
-        if self._quiet:
-            return
-        self._shown = True
-        if self._terminal:
-            sys.stderr.write(f"\r\x1b[2K{message}")
-        else:
-            sys.stderr.write(f"{message}\n")
-        sys.stderr.flush()
-
-    def __enter__(self) -> Progress:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._shown and self._terminal:
-            sys.stderr.write("\r\x1b[2K")
 
 
 def parse_bytes(text: str) -> int:

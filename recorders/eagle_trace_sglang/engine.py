@@ -1,7 +1,7 @@
 """The process that owns SGLang: started by `record`, told what to do over the session.
 
 Run as ``python -m eagle_trace_sglang.engine JOB``, JOB being a JSON file with `server_args` (SGLang's own command
-line), `target` and `prompts`. Everything SGLang prints goes to this process's output, which `record` keeps in a file.
+line) and `target`. Everything SGLang prints goes to this process's output, which `record` keeps in a file.
 """
 
 from __future__ import annotations
@@ -42,6 +42,15 @@ def _generate(engine: Any, connection: Connection, requests: list[tuple[str, lis
     connection.send(("answered",))
 
 
+def _tokens(connection: Connection, tokenizer: Any, prompts: list[dict[str, Any]]) -> None:
+    try:
+        token_ids = [tokenize(Prompt(**prompt), tokenizer) for prompt in prompts]
+    except EagleTraceError as error:
+        connection.send(("refused", str(error)))
+        return
+    connection.send(("tokens", token_ids, [tokenizer.decode(ids) if tokenizer else "" for ids in token_ids]))
+
+
 def main() -> None:
     """Serve the job named on the command line until told to stop."""
     job = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
@@ -53,17 +62,9 @@ def main() -> None:
 
     server_args = prepare_server_args(job["server_args"])
     tokenizer = _tokenizer(job["target"], server_args.trust_remote_code)
-    try:
-        prompts = [Prompt(p["key"], p["text"], p["messages"], p["input_ids"]) for p in job["prompts"]]
-        token_ids = [tokenize(prompt, tokenizer) for prompt in prompts]
-    except EagleTraceError as error:
-        connection.send(("refused", str(error)))
-        return
     engine = sglang.Engine(server_args=server_args)
     try:
-        texts = [tokenizer.decode(ids) if tokenizer else "" for ids in token_ids]
-        packages = {name: version(name) for name in ("sglang", "torch", "transformers", "numpy")}
-        connection.send(("ready", token_ids, texts, packages))
+        connection.send(("ready", {name: version(name) for name in ("sglang", "torch", "transformers", "numpy")}))
         while True:
             try:
                 name, *arguments = connection.recv()
@@ -71,7 +72,10 @@ def main() -> None:
                 return
             if name == "stop":
                 return
-            _generate(engine, connection, *arguments)
+            if name == "tokenize":
+                _tokens(connection, tokenizer, *arguments)
+            else:
+                _generate(engine, connection, *arguments)
     finally:
         engine.shutdown()
 

@@ -11,7 +11,6 @@ import sys
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import asdict
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NoReturn
@@ -19,7 +18,6 @@ from typing import Any, NoReturn
 import psutil
 
 from eagle_trace.errors import HostError, PromptsError, RecordingError
-from eagle_trace.prompts import Prompt
 from eagle_trace_sglang import cpu
 from eagle_trace_sglang.plugin import CPU_KERNELS
 from eagle_trace_sglang.session import Message, Session
@@ -34,14 +32,13 @@ ARM_SECONDS = 10.0
 class Host:
     """The engine's process, its children, and the connections to engine and recorder. A context manager."""
 
-    def __init__(self, target: Path, arguments: Sequence[str], prompts: Sequence[Prompt], device: str) -> None:
+    def __init__(self, target: Path, arguments: Sequence[str], device: str) -> None:
         self._session = Session()
         self._connections: dict[str, Connection] = {}
         self._inbox: dict[str, deque[Message]] = {"engine": deque(), "recorder": deque()}
         self._stopping = False
         job = self._session.folder / "job.json"
-        prompts_json = [asdict(prompt) for prompt in prompts]
-        job.write_text(json.dumps({"server_args": list(arguments), "target": str(target), "prompts": prompts_json}))
+        job.write_text(json.dumps({"server_args": list(arguments), "target": str(target)}))
         environment = os.environ | self._session.environment
         if device == "cpu":
             environment = cpu.cpu_environment(environment) | {CPU_KERNELS: "1"}

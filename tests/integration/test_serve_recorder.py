@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from eagle_trace import Trace
+from eagle_trace import Trace, open_trace
 from eagle_trace.errors import CheckpointError, HostError, OutputExistsError, PromptsError, UsageError
 from eagle_trace.prompts import read_prompts
 from eagle_trace.sites import draft_sites
@@ -98,18 +98,37 @@ def test_parameters_are_found_in_the_checkpoint(serve: Make) -> None:
     assert {"fc.weight", "lm_head.weight", "d2t", "layers.0.self_attn.q_proj.weight"} <= set(params.canonical_name)
 
 
-def test_the_answers_are_the_same_with_and_without_recording(serve: Make, deployed: Path, four_prompts: Path, folder: Path) -> None:
-    from eagle_trace_sglang.record import ServeOptions
-    from eagle_trace_sglang.record import serve as run
+def test_the_answers_are_the_same_with_and_without_recording(deployed: Path, four_prompts: Path, tmp_path: Path) -> None:
+    from eagle_trace_sglang.server import Request, Server, ServerOptions
 
-    recorded = serve()
-    options = ServeOptions(TARGET, deployed, four_prompts, folder / "not-recorded", dtype="float32", max_new_tokens=24, record=False)
-    answers = run(options, read_prompts(four_prompts))
-    assert not (folder / "not-recorded").exists()
-    for prompt in recorded.prompts.itertuples():
-        assert list(prompt.output_ids) == answers.output_ids[prompt.request_id]
-        mine = recorded.manifest.settings["server_counts"][prompt.request_id]
-        assert mine == answers.speculation[prompt.request_id]
+    request = Request(read_prompts(four_prompts), max_new_tokens=24)
+    with Server(ServerOptions(TARGET, deployed, dtype="float32")) as server:
+        before = server.answer(request)
+        recorded = {}
+        for level in ("shapes", "stats", "values"):
+            (tmp_path / level).mkdir()
+            recorded[level] = server.record(request, tmp_path / level, level=level)
+        after = server.answer(request)
+    assert before == after
+    for level, answers in recorded.items():
+        assert answers == before, level
+    shapes, stats, values = (open_trace(tmp_path / level) for level in recorded)
+    assert shapes.sites == stats.sites == values.sites
+    assert shapes.shapes == values.shapes
+    np.testing.assert_array_equal(stats.statistics("fc.out").norm, values.statistics("fc.out").norm)
+
+
+def test_a_byte_budget_stops_the_recording_and_not_the_server(deployed: Path, four_prompts: Path, tmp_path: Path) -> None:
+    from eagle_trace_sglang.server import Request, Server, ServerOptions
+
+    request = Request(read_prompts(four_prompts), max_new_tokens=24)
+    with Server(ServerOptions(TARGET, deployed, dtype="float32")) as server:
+        everything = server.answer(request)
+        assert server.record(request, tmp_path, max_bytes=3_000_000) == everything
+    trace = open_trace(tmp_path)
+    assert trace.manifest.stopped == "max-bytes"
+    # every call that was kept is whole
+    assert {len(trace.keys(site)) for site in ("embed", "norm", "carry")} == {len(trace.rows)}
 
 
 def test_chunked_prefill_and_prefix_cache_record_what_is_computed(serve: Make) -> None:

@@ -1,0 +1,31 @@
+"""Progress of a long command, on stderr."""
+
+from __future__ import annotations
+
+import sys
+
+
+class Progress:
+    """Progress on stderr: one line that changes on a terminal, plain lines elsewhere."""
+
+    def __init__(self, quiet: bool) -> None:
+        self._quiet = quiet
+        self._terminal = sys.stderr.isatty()
+        self._shown = False
+
+    def __call__(self, message: str) -> None:
+        if self._quiet:
+            return
+        self._shown = True
+        if self._terminal:
+            sys.stderr.write(f"\r\x1b[2K{message}")
+        else:
+            sys.stderr.write(f"{message}\n")
+        sys.stderr.flush()
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._shown and self._terminal:
+            sys.stderr.write("\r\x1b[2K")

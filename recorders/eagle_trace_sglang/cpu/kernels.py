@@ -1,0 +1,67 @@
+"""Every kernel under the name SGLang calls it by, and its registration as a torch operator."""
+
+from __future__ import annotations
+
+from torch.library import Library
+
+from eagle_trace_sglang.cpu.attention import decode_attention_cpu, extend_attention_cpu
+from eagle_trace_sglang.cpu.slots import (
+    assign_draft_cache_locs_contiguous_cpu,
+    assign_extend_cache_locs_cpu,
+    assign_req_to_token_pool_cpu,
+    build_draft_decode_metadata_cpu,
+    copy_all_layer_kv_cache_cpu,
+    fill_accept_out_cache_loc_cpu,
+    fill_bonus_tokens_cpu,
+    rotate_input_ids_cpu,
+)
+from eagle_trace_sglang.cpu.tree import build_tree_kernel_efficient_cpu, verify_tree_greedy_cpu
+
+__all__ = [
+    "assign_draft_cache_locs_contiguous_cpu",
+    "assign_extend_cache_locs_cpu",
+    "assign_req_to_token_pool_cpu",
+    "build_draft_decode_metadata_cpu",
+    "build_tree_kernel_efficient_cpu",
+    "copy_all_layer_kv_cache_cpu",
+    "decode_attention_cpu",
+    "extend_attention_cpu",
+    "fill_accept_out_cache_loc_cpu",
+    "fill_bonus_tokens_cpu",
+    "register_operators",
+    "rotate_input_ids_cpu",
+    "verify_tree_greedy_cpu",
+]
+
+# The attention backend looks these two up in torch.ops.sgl_kernel; everything else it imports from the
+# module.
+_DECODE = (
+    "decode_attention_cpu(Tensor query, Tensor(a!) k_cache, Tensor(b!) v_cache, float k_scale, "
+    "float v_scale, Tensor(c!) output, Tensor? key, Tensor? value, Tensor loc, Tensor attn_logits, "
+    "Tensor req_to_token, Tensor req_pool_indices, Tensor seq_lens, float sm_scale, float logit_cap, "
+    "bool is_cross_attn, int sliding_window_size, Tensor? encoder_lens, Tensor? sinks) -> ()"
+)
+_EXTEND = (
+    "extend_attention_cpu(Tensor q_extend, Tensor? k_extend, Tensor? v_extend, Tensor(a!) o_extend, "
+    "Tensor k_buffer, Tensor v_buffer, float k_scale, float v_scale, Tensor req_to_token, "
+    "Tensor req_pool_indices, Tensor seq_lens, Tensor extend_seq_lens, Tensor extend_start_loc, "
+    "int max_len_extend, float sm_scale, float logit_cap, bool is_cross_attn, int sliding_window_size, "
+    "Tensor? encoder_lens, Tensor? sinks, Tensor? tree_mask, bool is_causal) -> ()"
+)
+
+_library: Library | None = None
+
+
+def register_operators() -> None:
+    """Registers the two attention kernels in ``torch.ops.sgl_kernel``; a second call changes nothing."""
+    global _library
+    if _library is not None:
+        return
+    # A fragment, so that a process holding another sgl_kernel library keeps it. Torch drops the operators
+    # with the object.
+    library = Library("sgl_kernel", "FRAGMENT")
+    library.define(_DECODE)
+    library.define(_EXTEND)
+    library.impl("decode_attention_cpu", decode_attention_cpu, "CPU")
+    library.impl("extend_attention_cpu", extend_attention_cpu, "CPU")
+    _library = library

@@ -1,0 +1,199 @@
+"""The real SGLang engine on our CPU kernels: speculation may change the speed, but never the text.
+
+Engines are processes of their own, since SGLang reads the environment when it is imported and keeps its state
+for the life of a process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eagle_trace_sglang.cpu import cpu_environment
+from tests.support.tiny_models import write_tiny_draft, write_tiny_target
+
+pytest.importorskip("sglang")
+pytestmark = pytest.mark.integration
+
+Answers = list[list[dict[str, Any]]]
+Engines = Callable[[str, str], Answers]
+
+PROMPT_LENGTHS = (5, 23, 150, 11)
+NEW_TOKENS = 48
+GREEDY = {"max_new_tokens": NEW_TOKENS, "temperature": 0.0, "ignore_eos": True}
+SAMPLED = {**GREEDY, "temperature": 1.0}
+#: Sampling with only the likeliest word left: greedy text by way of the sampling kernels.
+NARROWED = {**SAMPLED, "top_p": 1e-6}
+SHAPES: dict[str, dict[str, int]] = {
+    "plain": {},
+    "chain": {"speculative_num_steps": 3, "speculative_eagle_topk": 1, "speculative_num_draft_tokens": 4},
+    "tree": {"speculative_num_steps": 3, "speculative_eagle_topk": 4, "speculative_num_draft_tokens": 8},
+}
+#: Batches of another size round differently. Greedy text must agree up to the first token that the target
+# prefers to  its second choice by less than this many logits: a few times the rounding seen (2e-5 in float32,
+# 0.06 in bfloat16).
+NEAR_TIE = {"float32": 1e-3, "bfloat16": 0.25}
+
+#: One engine: the options and requests of a job go in, the answers come out. Given with -c, so that the
+# processes SGLang  spawns find no main module to run again.
+ENGINE = """
+import json, pathlib, sys
+import sglang
+
+job = json.loads(pathlib.Path(sys.argv[1]).read_text())
+engine = sglang.Engine(**job["options"])
+try:
+    answers = [engine.generate(**request) for request in job["requests"]]
+finally:
+    engine.shutdown()
+pathlib.Path(job["answers"]).write_text(json.dumps(answers))
+"""
+OPTIONS = {
+    "device": "cpu",
+    "attention_backend": "intel_amx",
+    "skip_tokenizer_init": True,
+    "mem_fraction_static": 0.3,
+    "max_total_tokens": 8192,
+    "chunked_prefill_size": 64,  # small enough to cut the longest prompt in pieces
+    "disable_cuda_graph": True,
+    "skip_server_warmup": True,
+    "log_level": "error",
+}
+
+# The requests of every engine, in this order.
+TOGETHER, ALONE, AGAIN, NARROW, MIXED = range(5)
+
+
+def _requests(prompts: list[list[int]]) -> list[dict[str, Any]]:
+    return [
+        {"input_ids": prompts, "sampling_params": GREEDY, "return_logprob": True, "top_logprobs_num": 2},
+        # The last prompt, in a batch of one, then once more: its prefix comes from the radix cache.
+        {
+            "input_ids": [[*prompts[-1], 7]],
+            "sampling_params": GREEDY,
+            "return_logprob": True,
+            "top_logprobs_num": 2,
+        },
+        {"input_ids": [[*prompts[-1], 7]], "sampling_params": GREEDY},
+        {"input_ids": prompts, "sampling_params": NARROWED},
+        {"input_ids": prompts, "sampling_params": [GREEDY, SAMPLED, {**SAMPLED, "top_k": 3}, GREEDY]},
+    ]
+
+
+def _run(folder: Path, options: dict[str, Any], requests: list[dict[str, Any]]) -> Answers:
+    """One engine in a process of its own, with our CPU support as its only plugin."""
+    info = folder / "plugin" / "eagle_trace_cpu_test-0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: eagle-trace-cpu-test\nVersion: 0\n")
+    (info / "entry_points.txt").write_text(
+        "[sglang.srt.plugins]\neagle_trace_cpu_test = eagle_trace_sglang.cpu:install\n"
+    )
+    job = {"options": OPTIONS | options, "requests": requests, "answers": str(folder / "answers.json")}
+    (folder / "job.json").write_text(json.dumps(job))
+    environment = cpu_environment(os.environ)
+    environment["PYTHONPATH"] += os.pathsep + str(info.parent)
+    environment["SGLANG_PLUGINS"] = "eagle_trace_cpu_test"
+    # Threads only wait for one another on matrices this small.
+    environment["OMP_NUM_THREADS"] = "1"
+    done = subprocess.run(
+        [sys.executable, "-c", ENGINE, str(folder / "job.json")],
+        env=environment,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-8000:]
+    answers: Answers = json.loads((folder / "answers.json").read_text())
+    return answers
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> Engines:
+    """Answers of the engine of a shape and dtype; each of the six is started once, when first asked for."""
+    models = tmp_path_factory.mktemp("models")
+    target = write_tiny_target(models / "target")
+    draft = write_tiny_draft(models / "draft", target)
+    rng = random.Random(3)
+    prompts = [[rng.randrange(2, 384) for _ in range(length)] for length in PROMPT_LENGTHS]
+    answers: dict[tuple[str, str], Answers] = {}
+
+    def ask(shape: str, dtype: str) -> Answers:
+        if (shape, dtype) not in answers:
+            options: dict[str, Any] = {"model_path": str(target), "dtype": dtype, **SHAPES[shape]}
+            if shape != "plain":
+                options |= {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": str(draft)}
+            folder = tmp_path_factory.mktemp(f"{shape}-{dtype}")
+            answers[shape, dtype] = _run(folder, options, _requests(prompts))
+        return answers[shape, dtype]
+
+    return ask
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("shape", ["chain", "tree"])
+class TestSpeculation:
+    @pytest.mark.parametrize("request_number", [TOGETHER, ALONE])
+    def test_greedy_text_is_that_of_the_target_alone(
+        self, engines: Engines, shape: str, dtype: str, request_number: int
+    ) -> None:
+        plain = engines("plain", dtype)[request_number]
+        speculative = engines(shape, dtype)[request_number]
+        _assert_same_text(plain, speculative, NEAR_TIE[dtype])
+
+    def test_some_drafts_are_accepted_and_some_are_not(
+        self, engines: Engines, shape: str, dtype: str
+    ) -> None:
+        infos = [answer["meta_info"] for answer in engines(shape, dtype)[TOGETHER]]
+        accepted = sum(info["spec_num_correct_drafts"] for info in infos)
+        rounds = sum(info["spec_verify_ct"] for info in infos)
+        assert 0 < accepted < 3 * rounds
+
+    def test_a_prefix_from_the_radix_cache_gives_the_same_text(
+        self, engines: Engines, shape: str, dtype: str
+    ) -> None:
+        answers = engines(shape, dtype)
+        assert answers[AGAIN][0]["meta_info"]["cached_tokens"] > 0
+        _assert_same_text(answers[ALONE], answers[AGAIN], NEAR_TIE[dtype])
+
+    def test_sampling_from_one_word_gives_greedy_text(self, engines: Engines, shape: str, dtype: str) -> None:
+        answers = engines(shape, dtype)
+        _assert_same_text(answers[TOGETHER], answers[NARROW], NEAR_TIE[dtype])
+
+    def test_requests_that_sample_do_and_leave_the_greedy_ones_beside_them_alone(
+        self, engines: Engines, shape: str, dtype: str
+    ) -> None:
+        answers = engines(shape, dtype)
+        greedy, mixed = answers[TOGETHER], answers[MIXED]
+        _assert_same_text([greedy[0], greedy[3]], [mixed[0], mixed[3]], NEAR_TIE[dtype])
+        # A random target is unsure of most words, so equal texts would mean that the temperature was ignored.
+        for row in (1, 2):
+            agreeing = sum(map(int.__eq__, greedy[row]["output_ids"], mixed[row]["output_ids"]))
+            assert agreeing < NEW_TOKENS // 2
+
+
+def _assert_same_text(wanted: list[dict[str, Any]], got: list[dict[str, Any]], near_tie: float) -> None:
+    """Equal ids up to the first near tie; most of the text must lie before it, or little is compared."""
+    compared = 0
+    for left, right in zip(wanted, got, strict=True):
+        length = _decided(left, near_tie)
+        assert left["output_ids"][:length] == right["output_ids"][:length]
+        compared += length
+    assert compared >= 0.7 * NEW_TOKENS * len(wanted)
+
+
+def _decided(answer: dict[str, Any], near_tie: float) -> int:
+    """Tokens before the first whose margin over the second choice is below ``near_tie``."""
+    for place, (first, second) in enumerate(answer["meta_info"]["output_top_logprobs"]):
+        if first[0] - second[0] < near_tie:
+            return place
+    return len(answer["output_ids"])
