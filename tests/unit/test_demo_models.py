@@ -1,0 +1,113 @@
+"""The demo models as shipped: small, whole, and in the conventions each host expects."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors import safe_open
+
+from eagle_trace.demo import build, models_dir, prompts_file
+
+DRAFT = models_dir() / "draft"
+TARGET = models_dir() / "target"
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads(path.read_text("utf-8"))
+    return content
+
+
+def shipped_files() -> list[Path]:
+    return [prompts_file(), *(p for p in models_dir().rglob("*") if p.is_file())]
+
+
+@pytest.fixture(scope="module")
+def vocabulary() -> tuple[np.ndarray, np.ndarray]:
+    with safe_open(DRAFT / "model.safetensors", framework="numpy") as weights:
+        return weights.get_tensor("d2t"), weights.get_tensor("t2d")
+
+
+def test_all_shipped_files_together_stay_under_4_mb() -> None:
+    assert sum(p.stat().st_size for p in shipped_files()) <= 4_000_000
+
+
+def test_the_draft_weights_are_stored_once() -> None:
+    assert [p.name for p in FLAT.iterdir()] == ["config.json"]
+
+
+def test_no_file_names_a_machine_path() -> None:
+    texts = [p for p in shipped_files() if p.suffix != ".safetensors"]
+    assert [p.name for p in texts if re.search(r'"/\w', p.read_text("utf-8"))] == []
+    assert (
+        read_json(DRAFT / "config.json")["speculators_config"]["verifier"]["name_or_path"]
+        == build.VERIFIER_NAME
+    )
+
+
+def test_weights_are_bfloat16_and_untied_in_the_draft() -> None:
+    with safe_open(DRAFT / "model.safetensors", framework="numpy") as weights:
+        dtypes = {key: weights.get_slice(key).get_dtype() for key in weights.keys()}  # noqa: SIM118
+    assert dtypes.pop("d2t") == "I64"
+    assert dtypes.pop("t2d") == "BOOL"
+    assert set(dtypes.values()) == {"BF16"}
+    assert {"embed_tokens.weight", "lm_head.weight", "fc.weight", "norm.weight"} <= set(dtypes)
+
+
+def test_d2t_holds_offsets_of_strictly_increasing_target_ids(
+    vocabulary: tuple[np.ndarray, np.ndarray],
+) -> None:
+    d2t, _ = vocabulary
+    target_ids = d2t + np.arange(len(d2t))
+    assert d2t.shape == (build.DRAFT_VOCAB,)
+    assert np.all(np.diff(target_ids) > 0)
+    assert len(set(d2t.tolist())) > 3, "several different offsets, or a wrong reading of d2t would not show"
+
+
+def test_t2d_marks_exactly_the_ids_that_d2t_reaches(vocabulary: tuple[np.ndarray, np.ndarray]) -> None:
+    d2t, t2d = vocabulary
+    assert t2d.shape == (build.VOCAB,)
+    assert np.flatnonzero(t2d).tolist() == (d2t + np.arange(len(d2t))).tolist()
+
+
+@pytest.mark.parametrize(
+    "text", ["", "The class statement", "a\n\n\tb  c", "naïve café – 日本語 🙂", "<|eos|>x"]
+)
+def test_decoding_an_encoded_text_gives_the_text_back(text: str) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    tokenizer = tokenizers.Tokenizer.from_file(str(TARGET / "tokenizer.json"))
+    ids = tokenizer.encode(text).ids
+    assert tokenizer.decode(ids, skip_special_tokens=False) == text
+    if "<|" not in text:
+        assert ids == list(text.encode("utf-8"))
+
+
+def test_auto_tokenizer_loads_offline_and_knows_the_special_tokens() -> None:
+    transformers = pytest.importorskip("transformers")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(TARGET, local_files_only=True)
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (256, 257, 258)
+    assert tokenizer("ab\n").input_ids == [97, 98, 10]
+    assert tokenizer.decode(tokenizer("x  y .\n").input_ids) == "x  y .\n"
+    chat = tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], return_dict=False)
+    assert chat == [256, 72, 105]
+
+
+def test_prompts_are_different_in_length_and_plain_text() -> None:
+    prompts = [json.loads(line)["prompt"] for line in prompts_file().read_text("utf-8").splitlines()]
+    assert 6 <= len(prompts) <= 8
+    assert len({len(p) for p in prompts}) == len(prompts)
+    assert all(p.isascii() for p in prompts)
+
+
+def test_importing_the_demo_imports_no_torch() -> None:
+    code = "import sys, eagle_trace.demo.build; sys.exit('torch' in sys.modules)"
+    root = str(models_dir().parents[2])
+    done = subprocess.run([sys.executable, "-c", code], check=False, env={**os.environ, "PYTHONPATH": root})
+    assert done.returncode == 0
