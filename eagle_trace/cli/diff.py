@@ -1,2 +1,79 @@
-def diff() -> None:
-    """Diff."""
+"""`eagle-trace diff`: compare a train trace with a serve trace."""
+
+from __future__ import annotations
+
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from eagle_trace.errors import OutputExistsError, UsageError
+
+
+class Format(StrEnum):
+    """Formats of a report."""
+
+    text = "text"
+    json = "json"
+
+
+def diff(
+    train: Annotated[Path, typer.Argument(help="Trace of the training side.", show_default=False)],
+    serve: Annotated[Path, typer.Argument(help="Trace of the serving side.", show_default=False)],
+    format: Annotated[
+        Format, typer.Option(help="Report for people, or for programs (docs/diff-json.md).")
+    ] = Format.text,
+    out: Annotated[
+        Path | None, typer.Option(help="Write the report to this file.", show_default=False)
+    ] = None,
+    minimum_share: Annotated[
+        float,
+        typer.Option(
+            min=0.0, max=1.0, help="Share of the comparable serve rows that must be matched to agree."
+        ),
+    ] = 0.5,
+    allow_partial: Annotated[
+        bool, typer.Option("--allow-partial", help="Read what is whole of a trace.")
+    ] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace --out if it exists.")] = False,
+) -> None:
+    """Compare two traces and name the first place where they part.
+
+    Exit status: 0 the traces agree, 1 they diverge, 2 they could not be compared.
+    """
+    from eagle_trace.reader import open_trace
+    from eagle_trace_analysis import diff as compare
+    from eagle_trace_analysis.report.json import to_json_text
+    from eagle_trace_analysis.report.text import print_diff, render
+
+    _check_out(out, force=force)
+    traces = [open_trace(path, allow_partial=allow_partial) for path in (train, serve)]
+    result = compare(*traces, minimum_share=minimum_share)
+    if out is not None:
+        _write(out, to_json_text(result) if format is Format.json else render(result))
+    elif format is Format.json:
+        sys.stdout.write(to_json_text(result))
+    else:
+        print_diff(result)
+    raise typer.Exit(result.exit_status)
+
+
+def _check_out(out: Path | None, *, force: bool) -> None:
+    """Find out before the comparison, not after it, that the report cannot be written."""
+    if out is None:
+        return
+    if out.exists() and not force:
+        raise OutputExistsError(f"{out} exists: choose another --out, or --force to replace it")
+    if out.is_dir():
+        raise UsageError(f"{out} is a folder: --out names the file to write the report to")
+
+
+def _write(out: Path, text: str) -> None:
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"cannot write {out}: {error.strerror}") from error
+    typer.echo(f"Wrote {out}", err=True)

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from eagle_trace.cli.check import check
 from eagle_trace.cli.demo import demo
 from eagle_trace.cli.diff import diff
 from eagle_trace.cli.export import export
@@ -41,6 +42,7 @@ app = typer.Typer(
 )
 app.command()(record)
 app.command()(diff)
+app.command()(check)
 app.command()(demo)
 app.command()(export)
 

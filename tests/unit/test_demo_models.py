@@ -39,10 +39,6 @@ def test_all_shipped_files_together_stay_under_4_mb() -> None:
     assert sum(p.stat().st_size for p in shipped_files()) <= 4_000_000
 
 
-def test_the_draft_weights_are_stored_once() -> None:
-    assert [p.name for p in FLAT.iterdir()] == ["config.json"]
-
-
 def test_no_file_names_a_machine_path() -> None:
     texts = [p for p in shipped_files() if p.suffix != ".safetensors"]
     assert [p.name for p in texts if re.search(r'"/\w', p.read_text("utf-8"))] == []

@@ -73,12 +73,22 @@ def test_what_sglang_cannot_compute_is_refused_unless_forced(tmp_path: Path, cha
     assert reason in warning
 
 
+def test_a_target_that_reads_layer_ids_in_its_own_way_gets_the_list_it_needs(tmp_path: Path) -> None:
+    target = tmp_path / "kimi"
+    target.mkdir()
+    config = json.loads((TARGET / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps(config | {"architectures": ["DeepseekV3ForCausalLM"]}))
+    export(changed(tmp_path, eagle_aux_hidden_state_layer_ids=[3, 4, 5]), tmp_path / "out", target=target)
+    flat = json.loads((tmp_path / "out/config.json").read_text())
+    assert flat["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [3, 4, 5]
+
+
 def test_bad_folders_get_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="not in speculators format"):
         export(TARGET, tmp_path / "out")
-    with pytest.raises(CheckpointError, match="cannot read"):
+    with pytest.raises(CheckpointError, match="there is no folder"):
         export(tmp_path / "nowhere", tmp_path / "out")
-    with pytest.raises(CheckpointError, match="name the embedding output"):
+    with pytest.raises(CheckpointError, match="cannot be said to SGLang"):
         export(changed(tmp_path, eagle_aux_hidden_state_layer_ids=[0, 4, 5]), tmp_path / "out")
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken/file").write_text("mine")

@@ -3,7 +3,7 @@
 Conventions that differ between the two, and are translated here:
 
 - **Layer ids.** speculators means the *input* of layer i (Hugging Face `hidden_states[i]`), SGLang the *output*, so
-  every id is lowered by one.
+  every id is lowered by one, except for target classes that read the list in a way of their own (`engine.py`).
 - **Config.** speculators nests the decoder's config; SGLang wants it flat, with `architectures` and `eagle_config`.
 - **Ties.** A speculators draft always has a head of its own; a tie flag inherited from the target would drop it.
 """
@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from eagle_trace.errors import CheckpointError, OutputExistsError
+from eagle_trace_analysis.checkpoint.engine import ids_that_capture
+from eagle_trace_analysis.checkpoint.files import open_checkpoint, read_config, stored_dtype
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 
@@ -27,13 +29,7 @@ def read_speculators_config(draft: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: no such folder, no config, or another kind of checkpoint.
     """
-    path = draft / "config.json"
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise CheckpointError(f"cannot read {path}: give the folder of a speculators checkpoint ({error.strerror})") from error
-    except ValueError as error:
-        raise CheckpointError(f"{path} is not JSON: {error}") from error
+    config = read_config(draft)
     if "transformer_layer_config" not in config:
         raise CheckpointError(f"{draft} is not in speculators format: its config has no transformer_layer_config")
     if config.get("speculators_model_type") != "eagle3":
@@ -69,21 +65,32 @@ def aux_layer_ids(config: Mapping[str, Any], target: Path | None) -> list[int]:
         return [int(i) for i in ids]
     if target is None:
         raise CheckpointError("the draft's config names no layer ids: give --target, whose layers the default counts")
-    target_config = json.loads((target / "config.json").read_text(encoding="utf-8"))
+    target_config = read_config(target)
     layers = int(target_config.get("text_config", target_config)["num_hidden_layers"])
     return [2, layers // 2, layers - 3]
 
 
-def sglang_config(config: Mapping[str, Any], layer_ids: list[int], dtype: str) -> dict[str, Any]:
+def sglang_config(
+    config: Mapping[str, Any], layer_ids: list[int], dtype: str, target: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """SGLang's flat config for a draft trained with the speculators `config`.
 
     Args:
         layer_ids: ids in speculators' convention.
         dtype: what the weights are stored in.
+        target: the target's config; some target classes read layer ids in a way of their own.
+
+    Raises:
+        CheckpointError: SGLang has no ids that capture these layers.
     """
-    if min(layer_ids) < 1:
+    target = target or {}
+    architecture = next(iter(target.get("architectures") or []), None)
+    layers = target.get("text_config", target).get("num_hidden_layers")
+    ids = ids_that_capture(layer_ids, layers, architecture)
+    if ids is None:
         raise CheckpointError(
-            f"layer ids {layer_ids} name the embedding output (0), which SGLang has no id for: it counts layer outputs from 0"
+            f"layer ids {layer_ids} cannot be said to SGLang: it counts layer outputs from 0 (so the embedding output has "
+            f"no id), and {architecture or 'the target class'} has no list for them; train with other layers"
         )
     flat = {key: value for key, value in config["transformer_layer_config"].items() if not key.startswith("_")}
     flat |= {
@@ -94,7 +101,7 @@ def sglang_config(config: Mapping[str, Any], layer_ids: list[int], dtype: str) -
         "dtype": dtype,
         "eagle_config": {
             "use_aux_hidden_state": True,
-            "eagle_aux_hidden_state_layer_ids": [i - 1 for i in layer_ids],
+            "eagle_aux_hidden_state_layer_ids": ids,
             "norm_before_fc": bool(config.get("norm_before_fc", False)),
         },
         "fc_norm": bool(config.get("fc_norm", False)),
@@ -123,7 +130,12 @@ def export(draft: Path, out: Path, *, target: Path | None = None, force: bool = 
     weights = sorted(draft.glob("*.safetensors"))
     if not weights:
         raise CheckpointError(f"{draft} has no weights (*.safetensors)")
-    flat = sglang_config(config, aux_layer_ids(config, target), stored_dtype(weights[0]))
+    tensors = open_checkpoint(draft).tensors
+    target_config = None if target is None else read_config(target)
+    dtype = stored_dtype(tensors)
+    if dtype is None:
+        raise CheckpointError(f"{draft} holds no floating-point tensor")
+    flat = sglang_config(config, aux_layer_ids(config, target), dtype, target_config)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise OutputExistsError(f"{out} exists: choose another folder")
     out.mkdir(parents=True, exist_ok=True)
@@ -132,22 +144,3 @@ def export(draft: Path, out: Path, *, target: Path | None = None, force: bool = 
     # the config comes last: a folder without it is not taken for a checkpoint
     (out / "config.json").write_text(json.dumps(flat, indent=2) + "\n", encoding="utf-8")
     return reasons
-
-
-def stored_dtype(weights: Path) -> str:
-    """Name of the dtype most floating-point elements of a safetensors file are stored in (``bfloat16``)."""
-    from safetensors import safe_open
-
-    names = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "float64"}
-    sizes: dict[str, int] = {}
-    with safe_open(weights, framework="numpy") as tensors:
-        for name in tensors.keys():  # noqa: SIM118 (no mapping)
-            part = tensors.get_slice(name)
-            if (dtype := names.get(part.get_dtype())) is not None:
-                size = 1
-                for axis in part.get_shape():
-                    size *= axis
-                sizes[dtype] = sizes.get(dtype, 0) + size
-    if not sizes:
-        raise CheckpointError(f"{weights} holds no floating-point tensor")
-    return max(sizes, key=lambda dtype: sizes[dtype])

@@ -1,0 +1,103 @@
+"""`eagle-trace check`: everything that can be said of a draft without running it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from eagle_trace_analysis.checkpoint.compare import compare, summarise
+from eagle_trace_analysis.checkpoint.d2t import check_d2t
+from eagle_trace_analysis.checkpoint.finding import CheckResult, Finding, TensorChange
+from eagle_trace_analysis.checkpoint.layers import check_aux, check_fc, check_layer_ids
+from eagle_trace_analysis.checkpoint.scan import Scan, scan
+from eagle_trace_analysis.checkpoint.settings import (
+    check_decoder,
+    check_dtype,
+    check_eps,
+    check_fc_norm,
+    check_format,
+    check_max_position,
+    check_norm_output,
+    check_residual_norm,
+    check_rope,
+    check_tied,
+    check_vocabulary,
+    check_window,
+)
+from eagle_trace_analysis.checkpoint.subject import Subject, open_subject
+from eagle_trace_analysis.checkpoint.weights import (
+    check_embedding,
+    check_head_rows,
+    check_initial,
+    check_missing,
+    check_names,
+    check_shapes,
+    check_values,
+    check_zeros,
+)
+
+#: checks that read configs, names, shapes and single rows, in the order of the report
+CHECKS = (
+    check_format,
+    check_names,
+    check_missing,
+    check_shapes,
+    check_aux,
+    check_fc,
+    check_layer_ids,
+    check_residual_norm,
+    check_fc_norm,
+    check_norm_output,
+    check_decoder,
+    check_rope,
+    check_eps,
+    check_max_position,
+    check_window,
+    check_tied,
+    check_vocabulary,
+    check_embedding,
+    check_d2t,
+    check_head_rows,
+)
+
+
+def check(draft: Path, *, target: Path | None = None, reference: Path | None = None) -> CheckResult:
+    """Check a draft checkpoint, in speculators or SGLang format, against what the engine loads and computes.
+
+    Args:
+        draft: the checkpoint's folder.
+        target: the target's folder; a config is enough for most checks, weights let embedding and head be
+            compared.
+        reference: another checkpoint of the draft. In speculators format it also tells how the draft was
+            trained.
+
+    Raises:
+        CheckpointError: a folder cannot be read, or holds no draft of a kind known here.
+    """
+    subject = open_subject(draft, target, reference)
+    findings = [one(subject) for one in CHECKS]
+    findings += _on_values(subject, scan_floats(subject))
+    changes: list[TensorChange] = []
+    if subject.reference is not None:
+        changes = compare(subject.checkpoint, subject.reference)
+        findings.append(summarise(changes, len(subject.tensors)))
+    return CheckResult(
+        str(draft),
+        subject.format,
+        findings,
+        str(target) if target else None,
+        str(reference) if reference else None,
+        changes,
+    )
+
+
+def scan_floats(subject: Subject) -> dict[str, Scan]:
+    """One pass over every floating-point tensor, by speculators' names."""
+    return {name: scan(tensor) for name, tensor in subject.tensors.items() if tensor.is_float and tensor.size}
+
+
+def _on_values(subject: Subject, scans: Mapping[str, Scan]) -> Iterator[Finding]:
+    yield check_dtype(subject, scans)
+    yield check_values(scans)
+    yield check_zeros(scans)
+    yield check_initial(subject, scans)

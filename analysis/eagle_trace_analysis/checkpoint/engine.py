@@ -1,0 +1,208 @@
+"""What SGLang 0.5.23's `LlamaForCausalLMEagle3` loads, written down: this package imports no engine.
+
+Read from `sglang/srt/models/llama_eagle3.py` and the target classes beside it.
+`tests/integration/test_engine_table.py`
+holds these tables against the installed engine, so that another version shows as a failing test.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+ENGINE = "SGLang 0.5.23"
+ARCHITECTURE = "LlamaForCausalLMEagle3"
+
+#: replaced anywhere in a stored name before anything else
+LEGACY_NAMES = {
+    "midlayer": "layers.0",
+    "aux_norm_low": "fc_norm.0",
+    "aux_norm_mid": "fc_norm.1",
+    "aux_norm_high": "fc_norm.2",
+}
+#: parts of a fused parameter, in its order
+STACKED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+
+#: what transformers' LlamaConfig takes where a config says nothing
+LLAMA_DEFAULTS: dict[str, Any] = {
+    "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "hidden_act": "silu", "max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
+    "attention_bias": False, "mlp_bias": False,
+}  # fmt: skip
+#: the same for Qwen3Config where it differs
+QWEN3_DEFAULTS: dict[str, Any] = {
+    **LLAMA_DEFAULTS, "vocab_size": 151936, "intermediate_size": 22016, "num_key_value_heads": 32, "head_dim":
+    128,
+    "max_position_embeddings": 32768,
+}  # fmt: skip
+
+#: target classes that shift layer ids only if the first is 1, and take any other list as it is
+SHIFT_IF_FIRST_IS_1 = frozenset({
+    "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM",
+    "MistralLarge3ForCausalLM", "Glm4MoeLiteForCausalLM", "KimiK25ForConditionalGeneration",
+})  # fmt: skip
+#: takes a list as it is if it names the final hidden state, which it alone captures
+FINAL_STATE_TARGETS = frozenset({"GptOssForCausalLM"})
+
+
+def with_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A decoder config with what transformers fills in where it is silent."""
+    defaults = QWEN3_DEFAULTS if config.get("model_type") == "qwen3" else LLAMA_DEFAULTS
+    full = {**defaults, **{key: value for key, value in config.items() if value is not None}}
+    full.setdefault("num_key_value_heads", full["num_attention_heads"])
+    full.setdefault("head_dim", full["hidden_size"] // max(full["num_attention_heads"], 1))
+    return full
+
+
+def rope_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The rotary embedding a config asks for, in one form for the old keys and the new."""
+    new = config.get("rope_parameters")
+    rope = dict(new) if isinstance(new, Mapping) else dict(config.get("rope_scaling") or {})
+    rope.setdefault("rope_theta", config.get("rope_theta") or 10000.0)
+    rope["rope_type"] = rope.get("rope_type") or rope.pop("type", None) or "default"
+    rope.pop("type", None)
+    factor = config.get("partial_rotary_factor") or rope.get("partial_rotary_factor") or 1.0
+    rope["partial_rotary_factor"] = factor
+    return {key: value for key, value in rope.items() if value is not None}
+
+
+def eagle_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The `eagle_config` object of a flat config (empty if there is none)."""
+    value = config.get("eagle_config")
+    return value if isinstance(value, Mapping) else {}
+
+
+def uses_aux_hidden_state(config: Mapping[str, Any]) -> bool:
+    """Whether the engine captures several target layers for this draft (with the algorithm EAGLE3)."""
+    return bool(eagle_config(config).get("use_aux_hidden_state", True))
+
+
+def num_aux_hidden_states(config: Mapping[str, Any]) -> int:
+    """How many target layers the draft's fc is built for."""
+    explicit = config.get("num_aux_hidden_states")
+    if explicit is not None:
+        return int(explicit)
+    return len(eagle_config(config).get("eagle_aux_hidden_state_layer_ids") or ()) or 3
+
+
+def norm_before_fc(config: Mapping[str, Any]) -> bool:
+    """Whether the engine normalises the concatenated features before fc."""
+    return bool(eagle_config(config).get("norm_before_fc", config.get("norm_before_fc", False)))
+
+
+def fc_norm(config: Mapping[str, Any]) -> bool:
+    """Whether the engine normalises each feature before fc."""
+    return bool(config.get("fc_norm") or config.get("use_aux_norm", False))
+
+
+def captured_inputs(
+    config: Mapping[str, Any], layers: int | None, target_architecture: str | None
+) -> list[int] | None:
+    """The target layers whose *input* the engine feeds the draft, or None if that is not to be known.
+
+    The input of layer i is what Hugging Face calls `hidden_states[i]`.
+
+    Args:
+        config: the draft's flat config.
+        layers: number of the target's layers.
+        target_architecture: the target's class; None takes the rule of most classes (id + 1).
+    """
+    own = eagle_config(config)
+    if "eagle_aux_hidden_state_layer_ids" not in own or own["eagle_aux_hidden_state_layer_ids"] is None:
+        # ids at the top level of the config are not read
+        return None if layers is None else [2, layers // 2, layers - 3]
+    ids = [int(i) for i in own["eagle_aux_hidden_state_layer_ids"]]
+    if target_architecture in SHIFT_IF_FIRST_IS_1 and ids and ids[0] != 1:
+        return ids
+    if target_architecture in FINAL_STATE_TARGETS and ids and max(ids) == layers:
+        return ids
+    return [i + 1 for i in ids]
+
+
+def ids_that_capture(
+    inputs: Sequence[int], layers: int | None, target_architecture: str | None
+) -> list[int] | None:
+    """The layer ids that make the engine capture these inputs, written in a flat config; None if none do."""
+    for ids in ([i - 1 for i in inputs], list(inputs)):
+        config = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": ids}}
+        if min(ids, default=0) >= 0 and captured_inputs(config, layers, target_architecture) == list(inputs):
+            return ids
+    return None
+
+
+def parameters(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of what the class holds for a flat config, unfused and as speculators spells them.
+
+    `embed_tokens.weight` is among them, though SGLang replaces it by the target's after loading. With tied
+    embeddings
+    there is no `lm_head.weight`. Padding of the vocabulary (to a multiple of 64) is left out.
+    """
+    full = with_defaults(config)
+    hidden, middle = int(full["hidden_size"]), int(full["intermediate_size"])
+    width = int(full.get("target_hidden_size", hidden))
+    aux = num_aux_hidden_states(full)
+    queries = int(full["num_attention_heads"]) * int(full["head_dim"])
+    keys = int(full["num_key_value_heads"]) * int(full["head_dim"])
+    shapes: dict[str, tuple[int, ...]] = {
+        "embed_tokens.weight": (int(full["vocab_size"]), hidden),
+        "fc.weight": (hidden, width * aux),
+    }
+    if full.get("bias"):
+        shapes["fc.bias"] = (hidden,)
+    if norm_before_fc(full):
+        shapes["input_norm.weight"] = (width * aux,)
+    if fc_norm(full):
+        shapes |= {f"fc_norm.{k}.weight": (width,) for k in range(aux)}
+    for layer in range(int(full["num_hidden_layers"])):
+        entering = 2 * hidden if layer == 0 else hidden
+        own = {
+            "self_attn.q_proj.weight": (queries, entering),
+            "self_attn.k_proj.weight": (keys, entering),
+            "self_attn.v_proj.weight": (keys, entering),
+            "self_attn.o_proj.weight": (hidden, queries),
+            "mlp.gate_proj.weight": (middle, hidden),
+            "mlp.up_proj.weight": (middle, hidden),
+            "mlp.down_proj.weight": (hidden, middle),
+            "input_layernorm.weight": (hidden,),
+            "post_attention_layernorm.weight": (hidden,),
+            "hidden_norm.weight": (hidden,),
+        }
+        if full["attention_bias"] or full.get("bias"):
+            # q, k and v are rebuilt without a bias; the output projection keeps the base class's
+            own["self_attn.o_proj.bias"] = (hidden,)
+        shapes |= {f"layers.{layer}.{name}": shape for name, shape in own.items()}
+    shapes["norm.weight"] = (hidden,)
+    if not full["tie_word_embeddings"]:
+        shapes["lm_head.weight"] = (int(full.get("draft_vocab_size", full["vocab_size"])), hidden)
+    return shapes
+
+
+def canonical_name(name: str) -> str:
+    """Speculators' name of a stored tensor, by the renames the engine applies on loading."""
+    for old, new in LEGACY_NAMES.items():
+        name = name.replace(old, new)
+    if "d2t" in name:
+        return "d2t"
+    if "t2d" in name:
+        return "t2d"
+    return name.removeprefix("model.")
+
+
+def destinations(name: str, known: Collection[str]) -> tuple[str, ...]:
+    """The parameters (keys of `parameters`) a stored tensor is loaded into; none if it is dropped.
+
+    A fused tensor (`qkv_proj`, `gate_up_proj`) fills all of its parts. `d2t` and `t2d` are returned as such:
+    the first
+    becomes hot_token_id, the second is ignored on purpose.
+    """
+    if name.startswith("model.lm_head"):
+        return ()  # the head is the one parameter outside `model.`
+    canonical = canonical_name(name)
+    if canonical in known or canonical in ("d2t", "t2d"):
+        return (canonical,)
+    for fused, parts in STACKED.items():
+        if f".{fused}." in canonical:
+            names = tuple(canonical.replace(fused, part) for part in parts)
+            return names if all(part in known for part in names) else ()
+    return ()

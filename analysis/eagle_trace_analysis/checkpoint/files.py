@@ -1,0 +1,282 @@
+"""Checkpoint folders read without loading them: configs, safetensors headers, tensors in pieces.
+
+Tensors are read with plain reads into one small buffer, not memory-mapped: mapped pages count as the
+process's memory
+and would make a check of a large checkpoint look (and, under a memory limit, fail) as if it had loaded it.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from eagle_trace.errors import CheckpointError
+
+#: bytes of a tensor read at once
+PIECE_BYTES = 8 << 20
+#: the format's own limit on its JSON header
+MAX_HEADER_BYTES = 100_000_000
+
+#: safetensors' dtype names and numpy's; what is missing here (4- and 6-bit formats) is listed but never read
+DTYPES: dict[str, np.dtype[Any]] = {
+    "F64": np.dtype(np.float64), "F32": np.dtype(np.float32), "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16), "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
+    "I64": np.dtype(np.int64), "I32": np.dtype(np.int32), "I16": np.dtype(np.int16), "I8": np.dtype(np.int8),
+    "U64": np.dtype(np.uint64), "U32": np.dtype(np.uint32), "U16": np.dtype(np.uint16),
+    "U8": np.dtype(np.uint8),
+    "BOOL": np.dtype(np.bool_),
+}  # fmt: skip
+#: names as configs spell them
+DTYPE_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """Where a tensor lies.
+
+    Attributes:
+        name: as stored.
+        dtype: safetensors' name of it (``BF16``).
+        start, nbytes: its place in `file`.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    file: Path
+    start: int
+    nbytes: int
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return int(np.prod(self.shape, dtype=np.int64))
+
+    @property
+    def is_float(self) -> bool:
+        """A dtype that `read` gives as numbers with a fraction."""
+        return self.dtype in DTYPE_NAMES
+
+    def read(self) -> NDArray[Any]:
+        """The whole tensor in its stored dtype. For small ones: use `pieces` or `rows` for matrices.
+
+        Raises:
+            CheckpointError: the dtype has no numpy form, or the file ends early.
+        """
+        return self._read(0, self.nbytes).reshape(self.shape)
+
+    def rows(self, indices: Sequence[int] | NDArray[np.int64]) -> NDArray[Any]:
+        """Some rows of a matrix [len(indices), columns], in the order asked for."""
+        width = self.nbytes // self.shape[0]
+        out = np.empty((len(indices), width), np.uint8)
+        with self.file.open("rb") as file:
+            for place, index in enumerate(indices):
+                file.seek(self.start + int(index) * width)
+                if file.readinto(out[place].data) != width:
+                    raise CheckpointError(
+                        f"{self.file} ends inside the tensor {self.name}: the file is truncated"
+                    )
+        return out.view(self._numpy_dtype()).reshape(len(indices), *self.shape[1:])
+
+    def pieces(self, elements: int | None = None) -> Iterator[NDArray[Any]]:
+        """The tensor, flat, in pieces of at most `elements`; a piece is valid until the next is asked for."""
+        dtype = self._numpy_dtype()
+        step = (elements or PIECE_BYTES // dtype.itemsize) * dtype.itemsize
+        buffer = np.empty(min(step, self.nbytes), np.uint8)
+        with self.file.open("rb", buffering=0) as file:
+            file.seek(self.start)
+            left = self.nbytes
+            while left:
+                part = buffer[: min(step, left)]
+                done = 0
+                while done < len(part):
+                    got = file.readinto(part[done:].data)
+                    if not got:
+                        raise CheckpointError(
+                            f"{self.file} ends inside the tensor {self.name}: the file is truncated"
+                        )
+                    done += got
+                left -= len(part)
+                yield part.view(dtype)
+
+    def _numpy_dtype(self) -> np.dtype[Any]:
+        if self.dtype not in DTYPES:
+            raise CheckpointError(
+                f"the tensor {self.name} in {self.file} is stored as {self.dtype}, which this command "
+                "cannot read"
+            )
+        return DTYPES[self.dtype]
+
+    def _read(self, start: int, nbytes: int) -> NDArray[Any]:
+        with self.file.open("rb") as file:
+            file.seek(self.start + start)
+            data = file.read(nbytes)
+        if len(data) != nbytes:
+            raise CheckpointError(f"{self.file} ends inside the tensor {self.name}: the file is truncated")
+        return np.frombuffer(data, self._numpy_dtype())
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A folder with a config and safetensors weights.
+
+    Attributes:
+        tensors: by stored name.
+        unlisted: weight files beside an index that does not name them; SGLang skips these.
+    """
+
+    folder: Path
+    config: Mapping[str, Any]
+    tensors: Mapping[str, StoredTensor]
+    unlisted: tuple[str, ...] = ()
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """`config.json` of a checkpoint folder.
+
+    Raises:
+        CheckpointError: no such folder or file, or not a JSON object.
+    """
+    path = folder / "config.json"
+    if not folder.is_dir():
+        raise CheckpointError(f"there is no folder {folder}: give the folder of a checkpoint")
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot read {path}: give the folder of a checkpoint ({error.strerror})"
+        ) from error
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{path} holds no JSON object")
+    return config
+
+
+def open_checkpoint(folder: Path) -> Checkpoint:
+    """Config and headers of a checkpoint; no tensor is read.
+
+    Raises:
+        CheckpointError: something is missing or damaged; the message says what.
+    """
+    config = read_config(folder)
+    files, unlisted = _weight_files(folder)
+    tensors: dict[str, StoredTensor] = {}
+    for file in files:
+        tensors |= {tensor.name: tensor for tensor in read_header(file)}
+    if not tensors:
+        raise CheckpointError(f"{folder} holds no tensors")
+    return Checkpoint(folder, config, tensors, unlisted)
+
+
+def _weight_files(folder: Path) -> tuple[list[Path], tuple[str, ...]]:
+    present = sorted(folder.glob("*.safetensors"))
+    indices = sorted(folder.glob("*.safetensors.index.json"))
+    if not present and not indices:
+        raise CheckpointError(f"{folder} has no weights (*.safetensors)")
+    if not indices:
+        return present, ()
+    try:
+        weight_map = json.loads(indices[0].read_text(encoding="utf-8"))["weight_map"]
+        listed = sorted({str(name) for name in weight_map.values()})
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"{indices[0]} is no index of safetensors files: it needs a JSON object with weight_map"
+        ) from error
+    for name in listed:
+        if Path(name).name != name:
+            raise CheckpointError(f"{indices[0]} names {name!r}, which is not a file beside it")
+        if not (folder / name).is_file():
+            raise CheckpointError(f"{folder} is incomplete: its index names {name}, which is not there")
+    return [folder / name for name in listed], tuple(p.name for p in present if p.name not in listed)
+
+
+def read_header(file: Path) -> list[StoredTensor]:
+    """The tensors of one safetensors file, every offset checked against the file's size.
+
+    Raises:
+        CheckpointError: the file is truncated or not in safetensors format.
+    """
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as stream:
+            prefix = stream.read(8)
+            if len(prefix) < 8:
+                raise CheckpointError(f"{file} is truncated: {size} bytes are too few for a safetensors file")
+            (length,) = struct.unpack("<Q", prefix)
+            if length > MAX_HEADER_BYTES:
+                raise CheckpointError(
+                    f"{file} is no safetensors file: it claims a header of {length:,} bytes"
+                )
+            if 8 + length > size:
+                raise CheckpointError(
+                    f"{file} is truncated: its header alone takes {8 + length:,} bytes, the file has {size:,}"
+                )
+            header = json.loads(stream.read(length))
+    except OSError as error:
+        raise CheckpointError(f"cannot read {file} ({error.strerror})") from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file} is damaged: its safetensors header is not JSON") from error
+    if not isinstance(header, dict):
+        raise CheckpointError(f"{file} is damaged: its safetensors header is not a JSON object")
+    return [
+        _stored(file, name, entry, 8 + length, size)
+        for name, entry in header.items()
+        if name != "__metadata__"
+    ]
+
+
+def _stored(file: Path, name: str, entry: Any, base: int, size: int) -> StoredTensor:
+    try:
+        dtype, shape, (begin, end) = str(entry["dtype"]), tuple(entry["shape"]), entry["data_offsets"]
+        whole = all(type(n) is int and n >= 0 for n in (*shape, begin, end))
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{file} is damaged: the header entry of {name!r} is not dtype, shape and data_offsets"
+        ) from error
+    if not whole or begin > end:
+        raise CheckpointError(
+            f"{file} is damaged: shape or offsets of {name!r} are not whole numbers in order"
+        )
+    if base + end > size:
+        raise CheckpointError(
+            f"{file} is truncated: {name!r} ends at byte {base + end:,}, the file has {size:,}"
+        )
+    elements = 1
+    for axis in shape:
+        elements *= axis
+    if dtype in DTYPES and elements * DTYPES[dtype].itemsize != end - begin:
+        raise CheckpointError(
+            f"{file} is damaged: {name!r} holds {end - begin:,} bytes, not what {list(shape)} of {dtype} "
+            "takes"
+        )
+    return StoredTensor(name, dtype, shape, file, base + begin, end - begin)
+
+
+def as_float32(values: NDArray[Any]) -> NDArray[np.float32]:
+    """Numbers of any stored dtype as float32 (bfloat16 exactly, float64 rounded)."""
+    if values.dtype == ml_dtypes.bfloat16:
+        wide = values.view(np.uint16).astype(np.uint32)
+        wide <<= 16
+        return wide.view(np.float32)
+    with np.errstate(over="ignore", invalid="ignore"):
+        return values.astype(np.float32)
+
+
+def stored_dtype(tensors: Mapping[str, StoredTensor]) -> str | None:
+    """Name of the dtype most floating-point elements are stored in (``bfloat16``), None without any."""
+    sizes: dict[str, int] = {}
+    for tensor in tensors.values():
+        if tensor.is_float:
+            name = DTYPE_NAMES[tensor.dtype]
+            sizes[name] = sizes.get(name, 0) + tensor.size
+    return max(sizes, key=lambda name: sizes[name]) if sizes else None

@@ -1,0 +1,245 @@
+"""Checks on the target features: how many layers, how wide, which."""
+
+from __future__ import annotations
+
+from eagle_trace_analysis.checkpoint import engine
+from eagle_trace_analysis.checkpoint.finding import Finding, failed, passed, skipped, warned
+from eagle_trace_analysis.checkpoint.subject import Subject
+
+SINGLE = "single-layer-features"
+SHIFTED, DEFAULTED = "layer-ids-shifted", "layer-ids-default"
+
+
+def check_aux(subject: Subject) -> Finding:
+    """Whether the engine captures several layers for this draft at all."""
+    if not engine.uses_aux_hidden_state(subject.served):
+        return failed(
+            "aux-hidden-state",
+            SINGLE,
+            "eagle_config.use_aux_hidden_state is false: the engine feeds one target layer, its width "
+            "equals the embedding's, and fc is skipped",
+            "set eagle_config.use_aux_hidden_state to true",
+        )
+    return passed(
+        "aux-hidden-state",
+        SINGLE,
+        "the engine captures several target layers (with --speculative-algorithm EAGLE3)",
+    )
+
+
+def check_fc(subject: Subject) -> Finding:
+    """fc's width against the number of layers times the target's width."""
+    name = "fc-width"
+    if "target_hidden_size" in subject.served and subject.served["target_hidden_size"] is None:
+        return failed(
+            name,
+            SINGLE,
+            "target_hidden_size is null, which the engine multiplies by the number of layers",
+            "remove the key, or give the target's width",
+        )
+    stored = subject.tensors.get("fc.weight")
+    if stored is None:
+        return skipped(name, SINGLE, "there is no fc.weight")
+    hidden, width = (
+        int(subject.full["hidden_size"]),
+        int(subject.full.get("target_hidden_size", subject.full["hidden_size"])),
+    )
+    aux = engine.num_aux_hidden_states(subject.full)
+    shape, wanted = list(stored.shape), [hidden, width * aux]
+    if shape != wanted:
+        fits = len(shape) == 2 and shape[0] == hidden and shape[1] % width == 0
+        return failed(
+            name,
+            SINGLE,
+            f"fc.weight is {shape}, but {aux} layers of width {width} need {wanted}",
+            f"the weights were trained on {shape[1] // width} layer(s): name that many layer ids"
+            if fits
+            else "set hidden_size and target_hidden_size as trained",
+        )
+    if width * aux == hidden:
+        return failed(
+            name,
+            SINGLE,
+            f"one layer of width {width}: its width equals the embedding's ({hidden}), so the engine skips "
+            "fc without a word",
+            "train on several layers",
+        )
+    theirs = subject.target.config.get("hidden_size") if subject.target else None
+    if theirs is not None and theirs != width:
+        return failed(
+            name,
+            SINGLE,
+            f"fc takes {aux} layers of width {width}, the target's width is {theirs}",
+            f"set target_hidden_size to {theirs} if the draft was trained for this target",
+        )
+    other = "" if theirs is not None else " (not compared with the target: no --target)"
+    return passed(name, SINGLE, f"fc.weight is {shape}: {aux} layers of width {width}{other}")
+
+
+def check_layer_ids(subject: Subject) -> Finding:
+    """Which target layers the engine feeds, against those of the training."""
+    name = "layer-ids"
+    if subject.is_speculators:
+        return _of_speculators(subject)
+    fault = _cannot_capture(subject)
+    if fault is not None:
+        return fault
+    given = engine.eagle_config(subject.served).get("eagle_aux_hidden_state_layer_ids")
+    inputs = engine.captured_inputs(subject.served, subject.target_layers, subject.target_architecture)
+    if subject.trained_ids is not None:
+        return _against_training(subject, given, inputs)
+    if given is None:
+        top = subject.served.get("eagle_aux_hidden_state_layer_ids")
+        lost = f" (the top-level {top} is not read)" if top else ""
+        guess = f" {inputs}" if inputs else ""
+        return warned(
+            name,
+            DEFAULTED,
+            f"eagle_config names no layer ids{lost}: the engine guesses the inputs of layers 2, L/2 and "
+            f"L-3{guess}",
+            "name the trained ids less one in eagle_config.eagle_aux_hidden_state_layer_ids, or pass "
+            "--reference to compare",
+        )
+    if subject.target is None:
+        return skipped(
+            name,
+            SHIFTED,
+            f"ids {given}: whether they are the trained ones needs --reference, whether they look copied "
+            "--target",
+        )
+    default = [2, subject.target.layers // 2, subject.target.layers - 3]
+    if inputs == [i + 1 for i in default]:
+        right = engine.ids_that_capture(default, subject.target.layers, subject.target_architecture)
+        fix = f"if the draft was trained on speculators' default {default}, write {right}"
+        return warned(
+            name,
+            SHIFTED,
+            f"ids {given} are speculators' default copied as they are; the engine's id i is the output of "
+            f"layer i, so it feeds the inputs of layers {inputs}",
+            fix,
+        )
+    if inputs == default:
+        return passed(
+            name,
+            SHIFTED,
+            f"ids {given} make the engine feed the inputs of layers {inputs}, speculators' default",
+        )
+    return skipped(
+        name,
+        SHIFTED,
+        f"ids {given} make the engine feed the inputs of layers {inputs}: give --reference to compare with "
+        "the training",
+    )
+
+
+def _cannot_capture(subject: Subject) -> Finding | None:
+    given = engine.eagle_config(subject.served).get("eagle_aux_hidden_state_layer_ids")
+    inputs = engine.captured_inputs(subject.served, subject.target_layers, subject.target_architecture)
+    if given is None or inputs is None:
+        return None
+    layers = subject.target_layers
+    last = (
+        None
+        if layers is None
+        else layers
+        if subject.target_architecture in engine.FINAL_STATE_TARGETS
+        else layers - 1
+    )
+    if (
+        not inputs
+        or min(inputs) < 0
+        or (last is not None and max(inputs) > last)
+        or len(set(inputs)) < len(inputs)
+    ):
+        return failed(
+            "layer-ids",
+            SHIFTED,
+            f"ids {given} stand for the inputs of layers {inputs}, which are not distinct layers the engine "
+            "captures" + (f" of {layers}" if layers else ""),
+            "name distinct layers of the target",
+        )
+    return None
+
+
+def _of_speculators(subject: Subject) -> Finding:
+    name, ids = "layer-ids", subject.trained_ids
+    if ids is None:
+        return skipped(
+            name,
+            DEFAULTED,
+            "the config names no layer ids, so training took 2, L/2, L-3: give --target to count L",
+        )
+    named = bool(subject.checkpoint.config.get("eagle_aux_hidden_state_layer_ids"))
+    if min(ids) < 1:
+        return failed(
+            name,
+            SHIFTED,
+            f"ids {ids} name the embedding's output (0), which {engine.ENGINE} has no id for",
+            "retrain with ids from 1 on",
+        )
+    inputs = engine.captured_inputs(subject.served, subject.target_layers, subject.target_architecture)
+    exported = [i - 1 for i in ids]
+    if inputs != ids:
+        right = engine.ids_that_capture(ids, subject.target_layers, subject.target_architecture)
+        return failed(
+            name,
+            SHIFTED,
+            f"trained on the inputs of layers {ids}; exported as {exported}, but the target class "
+            f"{subject.target_architecture} does not shift a list that "
+            f"starts so, and would feed the inputs of {inputs}",
+            f"after the export set eagle_aux_hidden_state_layer_ids to {right}"
+            if right
+            else "no list makes this target class capture these layers: retrain with others",
+        )
+    fault = _cannot_capture(subject)
+    if fault is not None:
+        return fault
+    return passed(
+        name,
+        SHIFTED,
+        f"trained on the inputs of layers {ids}{'' if named else ' (the default)'}; SGLang counts outputs, "
+        f"so `eagle-trace export` writes {exported}"
+        + (
+            ""
+            if subject.target
+            else " (for target classes that shift every list; DeepSeek's kin do not: give --target)"
+        ),
+    )
+
+
+def _against_training(subject: Subject, given: list[int] | None, inputs: list[int] | None) -> Finding:
+    name, trained = "layer-ids", subject.trained_ids or []
+    right = engine.ids_that_capture(trained, subject.target_layers, subject.target_architecture)
+    fix = (
+        f"set eagle_config.eagle_aux_hidden_state_layer_ids to {right}"
+        if right
+        else "no list makes the engine capture these layers: retrain with others"
+    )
+    if inputs is None:
+        return warned(
+            name, DEFAULTED, f"eagle_config names no layer ids, the draft was trained on {trained}", fix
+        )
+    if inputs == trained:
+        how = f"ids {given} make" if given else "with no ids named, its guess makes"
+        return passed(
+            name,
+            SHIFTED,
+            f"{how} the engine feeds the inputs of layers {inputs}, as trained".replace(
+                "make the engine feeds", "make the engine feed"
+            ),
+        )
+    if given is None:
+        return failed(
+            name,
+            DEFAULTED,
+            f"eagle_config names no layer ids: the engine guesses {inputs}, the draft was trained on "
+            f"{trained}",
+            fix,
+        )
+    copied = " (copied as they are: speculators counts inputs, SGLang outputs)" if given == trained else ""
+    return failed(
+        name,
+        SHIFTED,
+        f"ids {given}{copied} make the engine feed the inputs of layers {inputs}, trained were {trained}",
+        fix,
+    )

@@ -1,0 +1,248 @@
+"""What is checked: the draft as the engine would see it, and what is known of its training and its target."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from eagle_trace.errors import CheckpointError
+from eagle_trace_analysis.checkpoint import engine
+from eagle_trace_analysis.checkpoint.export import aux_layer_ids, sglang_config
+from eagle_trace_analysis.checkpoint.files import (
+    Checkpoint,
+    StoredTensor,
+    open_checkpoint,
+    read_config,
+    stored_dtype,
+)
+
+
+@dataclass(frozen=True)
+class Target:
+    """The target model: its text config, and its weights where they are there."""
+
+    folder: Path
+    config: Mapping[str, Any]
+    architecture: str | None
+
+    @property
+    def layers(self) -> int:
+        """Number of decoder layers."""
+        return int(self.config["num_hidden_layers"])
+
+    @cached_property
+    def checkpoint(self) -> Checkpoint | None:
+        """Headers of the weights; None if the folder has none (a config alone is enough for most checks)."""
+        if not any(self.folder.glob("*.safetensors")):
+            return None
+        return open_checkpoint(self.folder)
+
+    def find(self, ending: str) -> StoredTensor | None:
+        """The one tensor whose name ends so (``embed_tokens.weight``), whatever the model's prefix."""
+        tensors = self.checkpoint.tensors.values() if self.checkpoint else ()
+        # vision towers have embeddings too: the text model's is the one with a row a token
+        found = [
+            t
+            for t in tensors
+            if t.name.endswith(ending)
+            and len(t.shape) == 2
+            and t.shape[0] >= int(self.config.get("vocab_size") or 2)
+        ]
+        return found[0] if len(found) == 1 else None
+
+    @property
+    def embedding(self) -> StoredTensor | None:
+        """The token embedding [vocabulary, hidden]."""
+        return self.find("embed_tokens.weight")
+
+    @property
+    def head(self) -> StoredTensor | None:
+        """The output projection [vocabulary, hidden]; the embedding if the two are tied."""
+        return self.find("lm_head.weight") or (
+            self.embedding if self.config.get("tie_word_embeddings") else None
+        )
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A draft checkpoint with all that is known around it.
+
+    Attributes:
+        served: flat config as the engine reads it (of a speculators draft: what `eagle-trace export` writes).
+        trained: speculators config, from the draft itself or its reference; None if neither has one.
+        trained_ids: layer ids of the training (inputs of layers), None if not to be known.
+    """
+
+    checkpoint: Checkpoint
+    format: str
+    served: Mapping[str, Any]
+    trained: Mapping[str, Any] | None
+    trained_ids: list[int] | None
+    target: Target | None
+    reference: Checkpoint | None
+
+    @cached_property
+    def full(self) -> dict[str, Any]:
+        """The served config with transformers' defaults filled in."""
+        return engine.with_defaults(self.served)
+
+    @cached_property
+    def trained_layer(self) -> dict[str, Any] | None:
+        """The trained decoder config with defaults, None if the training is not known."""
+        return None if self.trained is None else engine.with_defaults(nested_config(self.trained))
+
+    @cached_property
+    def tensors(self) -> dict[str, StoredTensor]:
+        """Stored tensors by speculators' names; of two with one name the last, as on loading."""
+        return {engine.canonical_name(tensor.name): tensor for tensor in self.checkpoint.tensors.values()}
+
+    @property
+    def target_architecture(self) -> str | None:
+        """Class name of the target."""
+        return self.target.architecture if self.target else None
+
+    @property
+    def target_layers(self) -> int | None:
+        """Number of the target's layers."""
+        return self.target.layers if self.target else None
+
+    @property
+    def is_speculators(self) -> bool:
+        """Whether the draft folder is in speculators format."""
+        return self.format == "speculators"
+
+
+def is_speculators(config: Mapping[str, Any]) -> bool:
+    """Whether a config is in speculators format."""
+    return "transformer_layer_config" in config or "speculators_model_type" in config
+
+
+def nested_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The decoder config inside a speculators config; without a model type speculators takes qwen3."""
+    layer = config.get("transformer_layer_config")
+    if not isinstance(layer, Mapping):
+        raise CheckpointError("the speculators config has no transformer_layer_config object")
+    return {"model_type": "qwen3", **layer}
+
+
+def open_target(folder: Path) -> Target:
+    """The target's config, the text part of a multimodal one.
+
+    Raises:
+        CheckpointError: no config, or one that counts no layers.
+    """
+    config = read_config(folder)
+    text = config.get("text_config")
+    own = dict(text) if isinstance(text, Mapping) else dict(config)
+    if not isinstance(own.get("num_hidden_layers"), int):
+        raise CheckpointError(f"{folder / 'config.json'} is no target's config: it has no num_hidden_layers")
+    _need_numbers(folder, own)
+    for outer in ("tie_word_embeddings", "dtype", "torch_dtype"):
+        if outer in config:
+            own.setdefault(outer, config[outer])
+    if own.get("model_type") in ("llama", "qwen3"):
+        # the defaults of other families are not known here: what their config omits is not compared
+        own = engine.with_defaults(own)
+    # a multimodal target is registered under the outer class
+    architectures = config.get("architectures") or own.get("architectures") or [None]
+    return Target(folder, own, architectures[0])
+
+
+def open_subject(draft: Path, target: Path | None, reference: Path | None) -> Subject:
+    """Configs and headers of everything named; no tensor is read.
+
+    Raises:
+        CheckpointError: something named cannot be read, or the draft is no EAGLE-3 draft of a kind known
+            here.
+    """
+    checkpoint = open_checkpoint(draft)
+    known_target = open_target(target) if target else None
+    other = open_checkpoint(reference) if reference else None
+    trained: Mapping[str, Any] | None = None
+    ids: list[int] | None = None
+    for candidate in (checkpoint, other):
+        if candidate is not None and trained is None and is_speculators(candidate.config):
+            _refuse_others(candidate)
+            trained = candidate.config
+            ids = _trained_ids(trained, target)
+    if is_speculators(checkpoint.config):
+        served = _as_exported(checkpoint, ids)
+        return Subject(checkpoint, "speculators", served, trained, ids, known_target, other)
+    _need_numbers(draft, checkpoint.config)
+    architecture = (checkpoint.config.get("architectures") or [None])[0]
+    if architecture not in (engine.ARCHITECTURE, None) and "eagle3" in architecture.lower():
+        raise CheckpointError(
+            f"{draft} is for the class {architecture}: this command knows {engine.ARCHITECTURE} only"
+        )
+    return Subject(checkpoint, "sglang", checkpoint.config, trained, ids, known_target, other)
+
+
+def _need_numbers(folder: Path, config: Mapping[str, Any]) -> None:
+    """Refuse a decoder config whose numbers are none, before anything is reckoned with them."""
+    sizes = (
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "vocab_size",
+        "draft_vocab_size",
+        "target_hidden_size",
+        "num_aux_hidden_states",
+        "max_position_embeddings",
+    )
+    path = folder / "config.json"
+    for key in sizes:
+        value = config.get(key)
+        if value is not None and (type(value) is not int or value < 1):
+            raise CheckpointError(f"{path} says {key}: {value!r}, which is no size")
+    eps = config.get("rms_norm_eps", 0.0)
+    if not isinstance(eps, int | float):
+        raise CheckpointError(f"{path} says rms_norm_eps: {eps!r}, which is no number")
+    for key in ("rope_parameters", "rope_scaling", "eagle_config"):
+        if not isinstance(config.get(key, {}), Mapping | None):
+            raise CheckpointError(f"{path} says {key}: {config[key]!r}, which is no object")
+    if not isinstance(config.get("architectures", []), list | None):
+        raise CheckpointError(f"{path} says architectures: {config['architectures']!r}, which is no list")
+    ids = engine.eagle_config(config).get("eagle_aux_hidden_state_layer_ids") or []
+    if not isinstance(ids, list) or any(type(i) is not int for i in ids):
+        raise CheckpointError(
+            f"{path} says eagle_aux_hidden_state_layer_ids: {ids!r}, which is no list of layer ids"
+        )
+
+
+def _refuse_others(checkpoint: Checkpoint) -> None:
+    kind = checkpoint.config.get("speculators_model_type", "eagle3")
+    if kind != "eagle3":
+        raise CheckpointError(f"{checkpoint.folder} is a {kind} speculator, not eagle3")
+    _need_numbers(checkpoint.folder, nested_config(checkpoint.config))
+    _need_numbers(checkpoint.folder, checkpoint.config)
+
+
+def _trained_ids(config: Mapping[str, Any], target: Path | None) -> list[int] | None:
+    if not config.get("eagle_aux_hidden_state_layer_ids") and target is None:
+        return None
+    try:
+        return aux_layer_ids(config, target)
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"eagle_aux_hidden_state_layer_ids in the speculators config is no list of layer ids: {error}"
+        ) from error
+
+
+def _as_exported(checkpoint: Checkpoint, ids: list[int] | None) -> dict[str, Any]:
+    config = checkpoint.config
+    # ids that cannot be written down are the layer-ids check's to report; any others stand in for them here
+    writable = ids if ids and min(ids) >= 1 else list(range(1, 1 + len(ids or (1, 2, 3))))
+    full = {"draft_vocab_size": 32000, **config, "transformer_layer_config": nested_config(config)}
+    served = sglang_config(full, writable, stored_dtype(checkpoint.tensors) or "float32")
+    if ids is None or writable != ids:
+        served["eagle_config"] = {
+            k: v for k, v in served["eagle_config"].items() if k != "eagle_aux_hidden_state_layer_ids"
+        }
+        served["num_aux_hidden_states"] = len(writable)
+    return served

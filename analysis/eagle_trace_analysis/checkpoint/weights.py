@@ -1,0 +1,346 @@
+"""Checks on the tensors: what is loaded, what is left, and what the numbers look like."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eagle_trace_analysis.checkpoint import engine
+from eagle_trace_analysis.checkpoint.files import StoredTensor, as_float32
+from eagle_trace_analysis.checkpoint.finding import Finding, failed, passed, skipped, warned
+from eagle_trace_analysis.checkpoint.scan import Scan, looks_initial
+from eagle_trace_analysis.checkpoint.subject import Subject
+
+#: rows compared of a matrix too large to compare whole
+SAMPLE_ROWS = 2048
+
+#: names another check speaks about, so that one fault is one finding
+ELSEWHERE = ("fc_norm.", "input_norm.", "q_norm", "k_norm", ".bias")
+
+
+def listed(names: Iterable[str], most: int = 6) -> str:
+    """Names, shortened to the first few."""
+    names = list(names)
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def check_names(subject: Subject) -> Finding:
+    """Stored keys the serving class would drop without a word."""
+    known = engine.parameters(subject.served)
+    tied = "lm_head.weight" not in known
+    dropped = [
+        name
+        for name in subject.checkpoint.tensors
+        if not engine.destinations(name, known)
+        and not any(part in engine.canonical_name(name) for part in ELSEWHERE)
+        and not (tied and engine.canonical_name(name) == "lm_head.weight")
+    ]
+    name, cause = "weight-names", "weights-dropped"
+    if dropped:
+        return failed(
+            name,
+            cause,
+            f"{engine.ENGINE} drops {len(dropped)} of {len(subject.checkpoint.tensors)} tensors without a "
+            f"word: {listed(dropped)}",
+            f"rename them to what {engine.ARCHITECTURE} loads: {_suggest(dropped, known)}",
+        )
+    if subject.checkpoint.unlisted:
+        files = listed(subject.checkpoint.unlisted)
+        return warned(
+            name,
+            cause,
+            f"the index does not name {files}, so SGLang loads nothing from there",
+            "put every file into the index, or delete the file",
+        )
+    doubled = len(subject.checkpoint.tensors) - len(subject.tensors)
+    if doubled:
+        twice = [t for t in subject.checkpoint.tensors if subject.tensors[engine.canonical_name(t)].name != t]
+        return warned(
+            name,
+            cause,
+            f"{doubled} parameters are stored under two names; the last to be read wins: {listed(twice)}",
+            "keep one of each",
+        )
+    return passed(
+        name, cause, f"all {len(subject.checkpoint.tensors)} tensors have a place in {engine.ARCHITECTURE}"
+    )
+
+
+def _suggest(dropped: list[str], known: Mapping[str, Any]) -> str:
+    hints = []
+    for name in dropped:
+        # the longest known name that ends it, at a dot
+        parts = name.split(".")
+        fits = (".".join(parts[i:]) for i in range(1, len(parts)))
+        hint = next((fit for fit in fits if fit in known or any(k.endswith("." + fit) for k in known)), None)
+        if hint is not None:
+            whole = hint if hint in known else next(k for k in known if k.endswith("." + hint))
+            hints.append(f"{name} -> {whole}")
+    return listed(hints, 3) if hints else "none of them has a counterpart there"
+
+
+def check_missing(subject: Subject) -> Finding:
+    """Parameters no stored tensor fills."""
+    known = engine.parameters(subject.served)
+    filled = {place for name in subject.checkpoint.tensors for place in engine.destinations(name, known)}
+    unset = [name for name in known if name not in filled]
+    shared = "embed_tokens.weight" in unset and not _keeps_own_embedding(subject)
+    if shared:
+        unset.remove("embed_tokens.weight")
+    # norms before fc have a check of their own
+    unset = [name for name in unset if not name.startswith(("fc_norm.", "input_norm."))]
+    if unset:
+        return failed(
+            "weights-present",
+            "weights-missing",
+            f"{len(unset)} of {len(known)} parameters stay at their random start: {listed(unset)}",
+            "ship them; a checkpoint with renamed keys needs them under the names above",
+        )
+    note = " (embed_tokens comes from the target)" if shared else ""
+    return passed(
+        "weights-present",
+        "weights-missing",
+        f"all {len(known)} parameters of {engine.ARCHITECTURE} are there{note}",
+    )
+
+
+def _keeps_own_embedding(subject: Subject) -> bool:
+    hidden = int(subject.full["hidden_size"])
+    return int(subject.full.get("target_hidden_size", hidden)) != hidden
+
+
+def check_shapes(subject: Subject) -> Finding:
+    """Stored shapes against those the config builds; fc, head and embedding have checks of their own."""
+    known = engine.parameters(subject.served)
+    wrong = [
+        f"{name} is {list(stored.shape)}, the config builds {list(known[name])}"
+        for name, stored in subject.tensors.items()
+        if name in known
+        and name not in ("fc.weight", "lm_head.weight", "embed_tokens.weight")
+        and tuple(stored.shape) != known[name]
+    ]
+    queries, keys, width = (
+        subject.full[k] for k in ("num_attention_heads", "num_key_value_heads", "head_dim")
+    )
+    heads = f"{queries} heads, {keys} key-value heads of {width}"
+    if wrong:
+        return failed(
+            "head-shape",
+            "qkv-order",
+            f"with {heads}: {listed(wrong, 3)}",
+            "set num_attention_heads, num_key_value_heads, head_dim, hidden_size and intermediate_size as "
+            "trained",
+        )
+    if subject.trained_layer is not None:
+        keys = ("num_attention_heads", "num_key_value_heads", "head_dim", "num_hidden_layers")
+        differ = [
+            f"{key} is {subject.full[key]}, trained {subject.trained_layer[key]}"
+            for key in keys
+            if subject.full[key] != subject.trained_layer[key]
+        ]
+        if differ:
+            return failed("head-shape", "qkv-order", "; ".join(differ), "set them as trained")
+    return passed("head-shape", "qkv-order", f"{heads}; every matrix has the shape the config builds")
+
+
+def check_values(scans: Mapping[str, Scan]) -> Finding:
+    """NaN and Inf."""
+    bad = [
+        f"{scan.name} ({scan.nonfinite:,} of {scan.elements:,})" for scan in scans.values() if scan.nonfinite
+    ]
+    if bad:
+        return failed(
+            "finite",
+            "nonfinite",
+            f"NaN or Inf in {listed(bad)}",
+            "a tensor of NaN was never loaded (speculators starts lm_head and embed_tokens so): export "
+            "after loading the target's weights",
+        )
+    elements = sum(scan.elements for scan in scans.values())
+    return passed("finite", "nonfinite", f"all {elements:,} floating-point values are finite")
+
+
+def check_zeros(scans: Mapping[str, Scan]) -> Finding:
+    """Tensors, or many rows of one, that are exactly zero."""
+    whole = [scan.name for scan in scans.values() if not scan.nonfinite and scan.largest == 0]
+    if whole:
+        return failed("zeros", "weights-missing", f"all zero: {listed(whole)}", "ship the trained tensors")
+    # a padding token's row is zero by design, and so may be rows beyond the tokenizer's
+    part = [
+        f"{s.name} ({s.zero_rows:,} of {s.rows:,} rows)"
+        for n, s in scans.items()
+        if n != "embed_tokens.weight" and s.zero_rows > 0.01 * s.rows
+    ]
+    if part:
+        return warned(
+            "zeros",
+            "weights-missing",
+            f"zero rows in {listed(part)}",
+            "see whether the tensor was written whole (all shards)",
+        )
+    return passed("zeros", "weights-missing", "no tensor is zero")
+
+
+def check_initial(subject: Subject, scans: Mapping[str, Scan]) -> Finding:
+    """Matrices whose numbers cannot be told from a fresh initialisation."""
+    spread = float(subject.full.get("initializer_range", 0.02))
+    found = []
+    for name, scan in scans.items():
+        if not scan.nonfinite and scan.largest and name != "embed_tokens.weight":
+            why = looks_initial(subject.tensors[name], spread)
+            if why:
+                found.append(f"{name}: {why}")
+    if found:
+        return warned(
+            "trained",
+            "weights-missing",
+            f"no different from a fresh initialisation: {listed(found, 3)}",
+            "see whether the trained tensor was saved; one that did not train at all looks like this too",
+        )
+    return passed(
+        "trained",
+        "weights-missing",
+        "no matrix looks like a fresh initialisation (spread, tails and row norms)",
+    )
+
+
+def same_rows(
+    left: StoredTensor, right: StoredTensor, to: Callable[[NDArray[np.int64]], NDArray[np.int64]]
+) -> tuple[int, int, float]:
+    """How many rows of `left` [n, H] equal row ``to(i)`` of `right`, of how many, and the relative L2.
+
+    At most SAMPLE_ROWS rows, evenly spaced, are compared.
+
+    Two rows are equal if no element differs by more than one rounding to the coarser of the two dtypes.
+    """
+    count = left.shape[0]
+    rows = np.unique(np.linspace(0, count - 1, min(count, SAMPLE_ROWS)).astype(np.int64))
+    others = to(rows)
+    unit = (
+        max({"BF16": 2.0**-8, "F16": 2.0**-11}.get(t.dtype, 2.0**-24) for t in (left, right))
+        if left.dtype != right.dtype
+        else 0.0
+    )
+    a, b = as_float32(left.rows(rows)), as_float32(right.rows(others))
+    off = np.abs(a - b)
+    equal = int((off <= unit * np.abs(b) + (1e-7 if unit else 0.0)).all(axis=1).sum())
+    norm = float(np.linalg.norm(b.astype(np.float64)))
+    return equal, len(rows), float(np.linalg.norm(off.astype(np.float64))) / norm if norm else 0.0
+
+
+def check_embedding(subject: Subject) -> Finding:
+    """The draft's own embedding, which SGLang replaces by the target's."""
+    name, cause = "embedding", "embedding-replaced"
+    own = subject.tensors.get("embed_tokens.weight")
+    fix = "train without embed_requires_grad, or serve with an engine that loads the draft's own embedding"
+    if own is None:
+        return passed(name, cause, "the draft ships none: SGLang shares the target's")
+    if _keeps_own_embedding(subject):
+        return passed(
+            name, cause, "target_hidden_size differs from hidden_size, so SGLang keeps the draft's own"
+        )
+    if subject.trained is not None and subject.trained.get("embed_requires_grad"):
+        return failed(
+            name,
+            cause,
+            "the draft trained its own embedding (embed_requires_grad); SGLang replaces it by the target's",
+            fix,
+        )
+    theirs = subject.target.embedding if subject.target else None
+    if theirs is None or not (own.is_float and theirs.is_float):
+        if subject.trained is not None:
+            return passed(
+                name,
+                cause,
+                "frozen in training (embed_requires_grad is off), so the target's replaces it unchanged",
+            )
+        return skipped(
+            name,
+            cause,
+            "SGLang replaces the draft's own by the target's: give --target with weights to compare the two",
+        )
+    if len(own.shape) != 2 or own.shape[1] != theirs.shape[1] or own.shape[0] > theirs.shape[0]:
+        return failed(
+            name,
+            cause,
+            f"the draft's is {list(own.shape)}, the target's {list(theirs.shape)}: another target",
+            "give the target it was trained for",
+        )
+    equal, of, error = same_rows(own, theirs, lambda rows: rows)
+    figures = f"{equal:,} of {of:,} rows compared equal the target's"
+    if equal < of:
+        return failed(
+            name,
+            cause,
+            f"{figures} (relative L2 difference {error:.2g}); SGLang replaces it by the target's",
+            f"{fix}; or see whether this is the target",
+        )
+    return passed(name, cause, f"{figures}: replacing it changes nothing")
+
+
+def check_head_rows(subject: Subject) -> Finding:
+    """The head's rows against the target's at the ids d2t names: training starts from a copy of these.
+
+    A trained row stays nearer to where it began than to another token's row, so each row is asked which of
+    two rows of
+    the target's head it resembles more (cosine): the one at its own target id, or the one at the next draft
+    row's.
+    """
+    name, cause = "head-rows", "d2t-stale"
+    head, d2t = subject.tensors.get("lm_head.weight"), subject.tensors.get("d2t")
+    theirs = subject.target.head if subject.target else None
+    if theirs is None or head is None or not (head.is_float and theirs.is_float):
+        return skipped(
+            name,
+            cause,
+            "give --target with weights to compare the head's rows with the target's at the ids of d2t",
+        )
+    if (
+        len(head.shape) != 2
+        or head.shape[1] != theirs.shape[1]
+        or (d2t is not None and (d2t.dtype != "I64" or d2t.shape != head.shape[:1]))
+    ):
+        return skipped(name, cause, "the shapes of head, d2t and the target's head do not go together")
+    offsets = d2t.read() if d2t is not None else np.zeros(head.shape[0], np.int64)
+    own, of = _resembling(head, theirs, offsets + np.arange(len(offsets)))
+    if own >= 0.9 * of:
+        return passed(
+            name,
+            cause,
+            f"{own:,} of {of:,} rows compared resemble the target's row at d2t's target id more than the "
+            "next one",
+        )
+    other, _ = _resembling(head, theirs, offsets)
+    if other >= 0.9 * of:
+        return failed(
+            name,
+            "d2t-absolute",
+            f"the head's rows are those of d2t read as ids ({other:,} of {of:,} rows), not as offsets "
+            f"({own:,})",
+            "store offsets: subtract arange once",
+        )
+    return skipped(
+        name,
+        cause,
+        f"the head resembles the target's at no reading of d2t ({own:,} of {of:,} rows; chance is half), so "
+        "it cannot vouch for d2t",
+    )
+
+
+def _resembling(head: StoredTensor, theirs: StoredTensor, ids: NDArray[np.int64]) -> tuple[int, int]:
+    """How many sampled rows i of `head` are nearer to row ids[i] of `theirs` than to ids[i + 1], of all."""
+    rows = np.unique(np.linspace(0, len(ids) - 2, min(len(ids) - 1, SAMPLE_ROWS)).astype(np.int64))
+    if len(rows) == 0 or ids.min() < 0 or ids.max() >= theirs.shape[0]:
+        return 0, max(len(rows), 1)
+    ours = as_float32(head.rows(rows))
+    own, other = (_cosines(ours, as_float32(theirs.rows(ids[at]))) for at in (rows, rows + 1))
+    return int((own > other).sum()), len(rows)
+
+
+def _cosines(a: NDArray[np.float32], b: NDArray[np.float32]) -> NDArray[np.float32]:
+    length = np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1)
+    cosines: NDArray[np.float32] = np.einsum("ij,ij->i", a, b) / np.where(length > 0, length, 1)
+    return cosines

@@ -1,0 +1,1 @@
+"""Reports: a finished `Diff` in, text or plain data out."""

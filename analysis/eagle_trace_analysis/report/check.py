@@ -1,0 +1,68 @@
+"""A check's result as text and as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+from rich.console import Console
+from rich.padding import Padding
+from rich.text import Text
+
+from eagle_trace_analysis.checkpoint.finding import CheckResult, Finding, Status
+
+#: mark and style of each status; the word itself is always printed, so that nothing hangs on colour
+MARKS = {Status.FAIL: "bold red", Status.WARN: "yellow", Status.PASS: "green", Status.SKIP: "dim"}
+NAME_WIDTH = 18
+
+
+def render_json(result: CheckResult) -> str:
+    """The result as one JSON object."""
+    return json.dumps(result.to_dict(), indent=2, ensure_ascii=False)
+
+
+def render_text(result: CheckResult, console: Console) -> None:
+    """Print the findings, those to act upon first, then the changes against the reference."""
+    console.print(Text(f"{result.draft} ({result.format} format)", style="bold"))
+    for finding in _ordered(result):
+        _print_finding(finding, console)
+    if result.changes:
+        console.print()
+        console.print(Text(f"Changes against {result.reference}", style="bold"))
+        for change in result.changes:
+            console.print(Padding(Text(f"{change.change:8} {change.name}: {change.evidence}"), (0, 0, 0, 2)))
+    console.print()
+    console.print(Text(summary(result)))
+
+
+def summary(result: CheckResult) -> str:
+    """One line with the counts."""
+    counts = {status: result.count(status) for status in Status}
+    line = f"{counts[Status.FAIL]} failed, {counts[Status.WARN]} warned, {counts[Status.PASS]} passed"
+    return line + (f", {counts[Status.SKIP]} not checked" if counts[Status.SKIP] else "")
+
+
+def _ordered(result: CheckResult) -> Iterator[Finding]:
+    for status in MARKS:
+        yield from (finding for finding in result.findings if finding.status is status)
+
+
+def _print_finding(finding: Finding, console: Console) -> None:
+    line = Text()
+    line.append(f"{finding.status.value:5}", style=MARKS[finding.status])
+    line.append(f"{finding.name:{NAME_WIDTH}}", style="bold" if finding.fix else "")
+    line.append(finding.evidence)
+    # wrapped lines hang under the evidence
+    indent = 5 + NAME_WIDTH
+    wrapped = line.wrap(console, max(console.width, indent + 30))
+    if len(wrapped) > 1:
+        body = Text(finding.evidence).wrap(console, max(console.width - indent, 30))
+        for number, part in enumerate(body):
+            head = line[:indent] if number == 0 else Text(" " * indent)
+            console.print(head + part, soft_wrap=True)
+    else:
+        console.print(line, soft_wrap=True)
+    if finding.fix:
+        cause = f" [{finding.cause}]" if finding.cause else ""
+        for part in Text(f"fix{cause}: {finding.fix}").wrap(console, max(console.width - indent, 30)):
+            console.print(Text(" " * indent) + part, soft_wrap=True)

@@ -1,0 +1,48 @@
+"""`eagle-trace check`."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+class CheckFormat(StrEnum):
+    """How to print the result."""
+
+    text = "text"
+    json = "json"
+
+
+def check(
+    draft: Annotated[Path, typer.Argument(help="Draft checkpoint, in speculators or SGLang format.")],
+    target: Annotated[
+        Path | None,
+        typer.Option(help="Target checkpoint: layers, width and vocabulary are compared with it."),
+    ] = None,
+    reference: Annotated[
+        Path | None,
+        typer.Option(
+            help="Another checkpoint of this draft: the one before a fix, or the speculators folder it came "
+            "from."
+        ),
+    ] = None,
+    format: Annotated[
+        CheckFormat, typer.Option("--format", help="text, or json for machines.")
+    ] = CheckFormat.text,
+) -> None:
+    """Check a draft without running it. Exit status 0: nothing failed, 1: something did, 2: not checked."""
+    from rich.console import Console
+
+    from eagle_trace_analysis.checkpoint.check import check as check_checkpoint
+    from eagle_trace_analysis.report.check import render_json, render_text
+
+    result = check_checkpoint(draft, target=target, reference=reference)
+    if format is CheckFormat.json:
+        typer.echo(render_json(result))
+    else:
+        render_text(result, Console())
+    if result.exit_status:
+        raise typer.Exit(result.exit_status)

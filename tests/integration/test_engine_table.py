@@ -1,0 +1,214 @@
+"""Our tables of what the engine loads, held against the installed SGLang's own class and target classes.
+
+The class is built on torch's meta device in a process of its own (SGLang keeps its state for the life of a
+process);
+no engine is started and no weight is made.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eagle_trace_analysis.checkpoint import engine
+from eagle_trace_sglang.cpu import cpu_environment
+from tests.support import checkpoints as make
+
+pytest.importorskip("sglang")
+pytestmark = pytest.mark.integration
+
+PROBE = """
+import json, pathlib, sys, types
+import torch
+from transformers import LlamaConfig
+
+job = json.loads(pathlib.Path(sys.argv[1]).read_text())
+import sglang.srt.models.llama_eagle3 as eagle3
+from sglang.srt.runtime_context import SpawnRanks, publish
+from sglang.srt.server_args import prepare_server_args
+from sglang.srt.distributed import init_distributed_environment, initialize_model_parallel
+
+eagle3.get_spec = lambda: types.SimpleNamespace(speculative_draft_window_size=None)
+server_args = prepare_server_args(["--model-path", job["model"], "--device", "cpu", "--skip-tokenizer-init"])
+publish(server_args, role="scheduler", ranks=SpawnRanks(world_rank=0, gpu_id=0, dp_rank=None))
+init_distributed_environment(
+    backend="gloo", world_size=1, rank=0, local_rank=0, distributed_init_method=f"file://{job['store']}"
+)
+initialize_model_parallel()
+answers = []
+for case in job["cases"]:
+    config = LlamaConfig(**case["config"])
+    with torch.device("meta"):
+        model = eagle3.LlamaForCausalLMEagle3(config)
+    params = dict(model.named_parameters())
+    loaded = {}
+    for name in case["names"]:
+        hit = []
+        for key, param in params.items():
+            def loader(param, weight, shard=None, key=key):
+                hit.append([key, shard])
+            param.weight_loader = loader
+        model.hot_token_id = None
+        model.load_weights([(name, torch.zeros(1, dtype=torch.long))])
+        loaded[name] = hit[0] if hit else (["d2t", None] if model.hot_token_id is not None else None)
+    answers.append({"shapes": {k: list(v.shape) for k, v in params.items()}, "loaded": loaded})
+
+ids = {}
+for module, name in job["targets"]:
+    owner = getattr(__import__(f"sglang.srt.models.{module}", fromlist=[name]), name)
+    for given in job["ids"]:
+        fake = types.SimpleNamespace(
+            pp_group=types.SimpleNamespace(is_last_rank=True),
+            config=types.SimpleNamespace(num_hidden_layers=30),
+            model=types.SimpleNamespace(),
+        )
+        owner.set_eagle3_layers_to_capture(fake, given)
+        ids.setdefault(name, []).append(fake.model.layers_to_capture)
+pathlib.Path(job["out"]).write_text(json.dumps({"answers": answers, "ids": ids}))
+"""
+
+FLAT = make.decoder_config(1) | {
+    "draft_vocab_size": make.DRAFT_VOCABULARY,
+    "eagle_config": {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [1, 14, 26]},
+}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "plain": FLAT,
+    "tied": FLAT | {"tie_word_embeddings": True},
+    "two layers": FLAT | {"num_hidden_layers": 2},
+    "norm before fc": FLAT | {"norm_before_fc": True},
+    "fc norm": FLAT | {"fc_norm": True},
+    "legacy fc norm": FLAT | {"use_aux_norm": True},
+    "four features": FLAT | {"num_aux_hidden_states": 4},
+    "other width": FLAT | {"target_hidden_size": 80},
+    "attention bias": FLAT | {"attention_bias": True},
+    "bias": FLAT | {"bias": True},
+    "no head_dim": {key: value for key, value in FLAT.items() if key != "head_dim"},
+}
+NAMES = [
+    *make.draft_tensors(),
+    *(name.replace("layers.0.", "midlayer.") for name in make.draft_tensors()),
+    *(f"model.{name}" for name in make.draft_tensors()),
+    "layers.0.self_attn.qkv_proj.weight",
+    "layers.0.self_attn.q_proj.bias",
+    "layers.0.self_attn.q_norm.weight",
+    "layers.1.mlp.down_proj.weight",
+    "decoder.mlp.up_proj.weight",
+    "input_norm.weight",
+    "fc_norm.2.weight",
+    "aux_norm_low.weight",
+    "model.model.fc.weight",
+    "verifier_norm.weight",
+]
+TARGETS = [
+    ("llama", "LlamaForCausalLM"),
+    ("qwen3", "Qwen3ForCausalLM"),
+    ("deepseek_v2", "DeepseekV3ForCausalLM"),
+    ("glm4_moe_lite", "Glm4MoeLiteForCausalLM"),
+    ("gpt_oss", "GptOssForCausalLM"),
+]
+IDS = [None, [1, 14, 26], [2, 15, 27], [4, 15, 30]]
+
+
+@pytest.fixture(scope="module")
+def probe(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("probe")
+    cases = [{"config": config, "names": NAMES} for config in CONFIGS.values()]
+    out = folder / "out.json"
+    model = make.write_checkpoint(folder / "model", make.decoder_config(1), make.target_tensors())
+    job = {
+        "model": str(model),
+        "cases": cases,
+        "targets": TARGETS,
+        "ids": IDS,
+        "store": str(folder / "store"),
+        "out": str(out),
+    }
+    (folder / "job.json").write_text(json.dumps(job))
+    done = subprocess.run(
+        [sys.executable, "-c", PROBE, str(folder / "job.json")],
+        env=cpu_environment(os.environ),
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    answer: dict[str, Any] = json.loads(out.read_text())
+    return answer
+
+
+def unfused(shapes: dict[str, list[int]], config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """SGLang's parameters under speculators' names, its vocabularies without the padding."""
+    full = engine.with_defaults(config)
+    queries, keys = (full[key] * full["head_dim"] for key in ("num_attention_heads", "num_key_value_heads"))
+    out: dict[str, tuple[int, ...]] = {}
+    for name, shape in shapes.items():
+        name = name.removeprefix("model.")
+        if "qkv_proj" in name:
+            assert shape[0] == queries + 2 * keys
+            for part, rows in zip("qkv", (queries, keys, keys), strict=True):
+                out[name.replace("qkv_proj", f"{part}_proj")] = (rows, *shape[1:])
+        elif "gate_up_proj" in name:
+            for part in ("gate_proj", "up_proj"):
+                out[name.replace("gate_up_proj", part)] = (shape[0] // 2, *shape[1:])
+        elif name in ("lm_head.weight", "embed_tokens.weight"):
+            own = full["draft_vocab_size" if name == "lm_head.weight" else "vocab_size"]
+            assert own <= shape[0] < own + 64
+            out[name] = (own, *shape[1:])
+        else:
+            out[name] = tuple(shape)
+    return out
+
+
+@pytest.mark.parametrize("case", CONFIGS)
+def test_table_of_parameters_is_the_classes_own(probe: dict[str, Any], case: str) -> None:
+    answer = probe["answers"][list(CONFIGS).index(case)]
+    assert engine.parameters(CONFIGS[case]) == unfused(answer["shapes"], CONFIGS[case])
+
+
+@pytest.mark.parametrize("case", CONFIGS)
+def test_names_land_where_the_class_puts_them(probe: dict[str, Any], case: str) -> None:
+    known = engine.parameters(CONFIGS[case])
+    loaded = probe["answers"][list(CONFIGS).index(case)]["loaded"]
+    for name in NAMES:
+        if engine.canonical_name(name) == "t2d":
+            assert loaded[name] is None
+            continue
+        places = engine.destinations(name, known)
+        assert bool(places) == (loaded[name] is not None), name
+        if places == ("d2t",):
+            assert loaded[name] == ["d2t", None]
+        elif places:
+            host, shard = loaded[name]
+            fused = host.removeprefix("model.").split(".")[-2]
+            parts = engine.STACKED.get(fused, ())
+            if shard is None:
+                assert len(places) == (len(parts) or 1)
+            else:
+                part = "qkv".index(shard) if isinstance(shard, str) else shard
+                assert places == (host.removeprefix("model.").replace(fused, parts[part]),)
+
+
+@pytest.mark.parametrize("target", [name for _, name in TARGETS])
+def test_layer_ids_mean_what_the_target_class_captures(probe: dict[str, Any], target: str) -> None:
+    for given, captured in zip(IDS, probe["ids"][target], strict=True):
+        own = {} if given is None else {"eagle_aux_hidden_state_layer_ids": given}
+        assert engine.captured_inputs({"eagle_config": own}, 30, target) == captured
+
+
+def test_recorded_params_match_when_a_serve_trace_is_given() -> None:
+    """A real recording (EAGLE_TRACE_SERVE_TRACE names one) loaded exactly the parameters of the table."""
+    given = os.environ.get("EAGLE_TRACE_SERVE_TRACE")
+    if not given:
+        pytest.skip("set EAGLE_TRACE_SERVE_TRACE to a sealed serve trace")
+    import pandas as pd
+
+    params = pd.read_parquet(Path(given) / "params.parquet")
+    draft = json.loads((Path(given) / "manifest.json").read_text())["draft"]
+    assert set(params["canonical_name"]) - {"d2t"} == set(engine.parameters(draft["config"]))
