@@ -17,10 +17,14 @@ from typing import Any
 
 import pytest
 
+pytest.importorskip("sglang")
+
+import torch
+from transformers import AutoModelForCausalLM
+
 from eagle_trace_sglang.cpu import cpu_environment
 from tests.support.tiny_models import write_tiny_draft, write_tiny_target
 
-pytest.importorskip("sglang")
 pytestmark = pytest.mark.integration
 
 Answers = list[list[dict[str, Any]]]
@@ -37,10 +41,10 @@ SHAPES: dict[str, dict[str, int]] = {
     "chain": {"speculative_num_steps": 3, "speculative_eagle_topk": 1, "speculative_num_draft_tokens": 4},
     "tree": {"speculative_num_steps": 3, "speculative_eagle_topk": 4, "speculative_num_draft_tokens": 8},
 }
-#: Batches of another size round differently. Greedy text must agree up to the first token that the target
-# prefers to  its second choice by less than this many logits: a few times the rounding seen (2e-5 in float32,
-# 0.06 in bfloat16).
-NEAR_TIE = {"float32": 1e-3, "bfloat16": 0.25}
+#: Batches of another size round differently, so a choice between two words this close, in logits, is free. In
+#: bfloat16
+#: one logit of the tiny target is off by up to 0.08.
+NEAR_TIE = {"float32": 1e-3, "bfloat16": 0.15}
 
 #: One engine: the options and requests of a job go in, the answers come out. Given with -c, so that the
 # processes SGLang  spawns find no main module to run again.
@@ -118,20 +122,29 @@ def _run(folder: Path, options: dict[str, Any], requests: list[dict[str, Any]]) 
 
 
 @pytest.fixture(scope="module")
-def engines(tmp_path_factory: pytest.TempPathFactory) -> Engines:
-    """Answers of the engine of a shape and dtype; each of the six is started once, when first asked for."""
-    models = tmp_path_factory.mktemp("models")
-    target = write_tiny_target(models / "target")
-    draft = write_tiny_draft(models / "draft", target)
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    write_tiny_draft(folder / "draft", write_tiny_target(folder / "target"))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
     rng = random.Random(3)
-    prompts = [[rng.randrange(2, 384) for _ in range(length)] for length in PROMPT_LENGTHS]
+    return [[rng.randrange(2, 384) for _ in range(length)] for length in PROMPT_LENGTHS]
+
+
+@pytest.fixture(scope="module")
+def engines(models: Path, prompts: list[list[int]], tmp_path_factory: pytest.TempPathFactory) -> Engines:
+    """Answers of the engine of a shape and dtype; each of the six is started once, when first asked for."""
     answers: dict[tuple[str, str], Answers] = {}
 
     def ask(shape: str, dtype: str) -> Answers:
         if (shape, dtype) not in answers:
-            options: dict[str, Any] = {"model_path": str(target), "dtype": dtype, **SHAPES[shape]}
+            options: dict[str, Any] = {"model_path": str(models / "target"), "dtype": dtype, **SHAPES[shape]}
             if shape != "plain":
-                options |= {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": str(draft)}
+                draft = str(models / "draft")
+                options |= {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": draft}
             folder = tmp_path_factory.mktemp(f"{shape}-{dtype}")
             answers[shape, dtype] = _run(folder, options, _requests(prompts))
         return answers[shape, dtype]
@@ -140,15 +153,27 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Engines:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("shape", ["plain", "chain", "tree"])
+def test_every_greedy_token_is_the_choice_of_the_same_model_in_transformers(
+    engines: Engines, models: Path, prompts: list[list[int]], shape: str, dtype: str
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(models / "target", dtype=getattr(torch, dtype)).eval()
+    for prompt, answer in zip(prompts, engines(shape, dtype)[TOGETHER], strict=True):
+        ids = answer["output_ids"]
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1].float()
+        behind = logits.max(dim=-1).values - logits[torch.arange(len(ids)), torch.tensor(ids)]
+        assert float(behind.max()) <= NEAR_TIE[dtype]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("shape", ["chain", "tree"])
 class TestSpeculation:
-    @pytest.mark.parametrize("request_number", [TOGETHER, ALONE])
-    def test_greedy_text_is_that_of_the_target_alone(
-        self, engines: Engines, shape: str, dtype: str, request_number: int
-    ) -> None:
-        plain = engines("plain", dtype)[request_number]
-        speculative = engines(shape, dtype)[request_number]
-        _assert_same_text(plain, speculative, NEAR_TIE[dtype])
+    def test_greedy_text_is_that_of_the_target_alone(self, engines: Engines, shape: str, dtype: str) -> None:
+        plain, speculative = engines("plain", dtype), engines(shape, dtype)
+        _assert_same_text(
+            plain[TOGETHER] + plain[ALONE], speculative[TOGETHER] + speculative[ALONE], NEAR_TIE[dtype]
+        )
 
     def test_some_drafts_are_accepted_and_some_are_not(
         self, engines: Engines, shape: str, dtype: str
@@ -156,7 +181,7 @@ class TestSpeculation:
         infos = [answer["meta_info"] for answer in engines(shape, dtype)[TOGETHER]]
         accepted = sum(info["spec_num_correct_drafts"] for info in infos)
         rounds = sum(info["spec_verify_ct"] for info in infos)
-        assert 0 < accepted < 3 * rounds
+        assert 0.2 * rounds < accepted < 2.5 * rounds
 
     def test_a_prefix_from_the_radix_cache_gives_the_same_text(
         self, engines: Engines, shape: str, dtype: str
@@ -175,25 +200,26 @@ class TestSpeculation:
         answers = engines(shape, dtype)
         greedy, mixed = answers[TOGETHER], answers[MIXED]
         _assert_same_text([greedy[0], greedy[3]], [mixed[0], mixed[3]], NEAR_TIE[dtype])
-        # A random target is unsure of most words, so equal texts would mean that the temperature was ignored.
+        # The target is unsure of most words, so equal texts would mean that the temperature was ignored.
         for row in (1, 2):
             agreeing = sum(map(int.__eq__, greedy[row]["output_ids"], mixed[row]["output_ids"]))
             assert agreeing < NEW_TOKENS // 2
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_tree_is_accepted_further_than_its_best_chain(engines: Engines, dtype: str) -> None:
+    chain, tree = (
+        sum(answer["meta_info"]["spec_verify_ct"] for answer in engines(shape, dtype)[TOGETHER])
+        for shape in ("chain", "tree")
+    )
+    assert tree < chain
+
+
 def _assert_same_text(wanted: list[dict[str, Any]], got: list[dict[str, Any]], near_tie: float) -> None:
-    """Equal ids up to the first near tie; most of the text must lie before it, or little is compared."""
-    compared = 0
+    """Answers may part only where the wanted choice was a near tie; nothing behind that is compared."""
     for left, right in zip(wanted, got, strict=True):
-        length = _decided(left, near_tie)
-        assert left["output_ids"][:length] == right["output_ids"][:length]
-        compared += length
-    assert compared >= 0.7 * NEW_TOKENS * len(wanted)
-
-
-def _decided(answer: dict[str, Any], near_tie: float) -> int:
-    """Tokens before the first whose margin over the second choice is below ``near_tie``."""
-    for place, (first, second) in enumerate(answer["meta_info"]["output_top_logprobs"]):
-        if first[0] - second[0] < near_tie:
-            return place
-    return len(answer["output_ids"])
+        pairs = zip(left["output_ids"], right["output_ids"], strict=True)
+        parting = next((place for place, (one, other) in enumerate(pairs) if one != other), None)
+        if parting is not None:
+            first, second = left["meta_info"]["output_top_logprobs"][parting]
+            assert first[0] - second[0] < near_tie, f"parted at token {parting}"

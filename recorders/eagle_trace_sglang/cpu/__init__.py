@@ -42,6 +42,8 @@ def cpu_environment(env: Mapping[str, str]) -> dict[str, str]:
         "SGLANG_USE_CPU_ENGINE": "1",
         # SGLang decorates small functions with torch.compile, which wants a C++ compiler at run time.
         "TORCHDYNAMO_DISABLE": "1",
+        # Waiting threads that spin take the cores from SGLang's other processes: ten times slower on two cores.
+        "OMP_WAIT_POLICY": env.get("OMP_WAIT_POLICY", "PASSIVE"),
         # With two ranks SGLang looks for NCCL and takes a found library for a usable one.
         "SGLANG_NCCL_SO_PATH": env.get("SGLANG_NCCL_SO_PATH", os.devnull),
     }
@@ -99,7 +101,7 @@ def _use_speculative_attention() -> None:
 
 
 def _verify_by_sampling() -> None:
-    from sglang.srt.speculative import eagle_utils
+    from sglang.srt.speculative import eagle_utils, spec_utils
 
     from eagle_trace_sglang.cpu import sampling
 
@@ -113,3 +115,4 @@ def _verify_by_sampling() -> None:
     eagle_utils.top_p_renorm_prob = sampling.top_p_renorm_prob
     eagle_utils.tree_speculative_sampling_target_only = sampling.tree_speculative_sampling_target_only
     eagle_utils.chain_speculative_sampling_triton = sampling.chain_speculative_sampling
+    spec_utils.row_argmax = sampling.row_argmax

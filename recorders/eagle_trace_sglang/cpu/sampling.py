@@ -13,6 +13,11 @@ import torch
 from torch import Tensor
 
 
+def row_argmax(scores: Tensor) -> Tensor:
+    """Index of the greatest score of each row of ``[R, W]``, the smaller id of equals; ``[R]`` int64."""
+    return scores.argmax(dim=-1)
+
+
 def top_k_renorm_prob(probs: Tensor, top_k: Tensor) -> Tensor:
     """Keeps the ``top_k`` likeliest words of each row and rescales them to sum to 1; ties go to small ids.
 
