@@ -1,6 +1,6 @@
-"""The train recorder against speculators itself, and against the forward written out again from the checkpoint.
+"""The train recorder against speculators itself, and against the forward written out from the checkpoint.
 
-`Reference` recomputes every site from what was recorded before it and from the checkpoint's weights, without
+`check_step` recomputes every site from what was recorded before it and from the checkpoint's weights, without
 speculators: what agrees with it is where the sites say it is.
 """
 
@@ -16,19 +16,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from eagle_trace.errors import CheckpointError, EagleTraceError, HostError, OutputExistsError, UsageError
-from eagle_trace.reader import Trace, open_trace
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional
 
+from eagle_trace.errors import CheckpointError, EagleTraceError, HostError, OutputExistsError, UsageError
+from eagle_trace.reader import Trace, open_trace
+
 pytest.importorskip("speculators")
 
-from eagle_trace_speculators import load, session
-from eagle_trace_speculators.record import record
 from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
 from transformers import AutoModelForCausalLM
 
+from eagle_trace_speculators import forward, load, session
+from eagle_trace_speculators.record import record
 from tests.support.tiny_speculators import (
     HIDDEN,
     LAYER_IDS,
@@ -393,6 +394,21 @@ def test_rotation_frequencies_stay_exact_in_bfloat16(tmp_path: Path) -> None:
     assert torch.allclose(model.rotary_emb.inv_freq.double(), exact, rtol=1e-6)
 
 
+def test_a_float64_reference_takes_no_detour_through_float32(pair: Pair) -> None:
+    model = load.raise_dtype(load.load_draft(pair.draft, None, "float32", "cpu").model, "float64")
+    layer = model.layers[0]
+    states = torch.randn(1, 6, HIDDEN, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    positions = torch.arange(100, 106)[None]
+    with forward.computing_in("float64"):
+        normed = layer.hidden_norm(states)
+        cos, _ = model.rotary_emb(states, positions)
+        weights = functional.softmax(states, dim=-1, dtype=torch.float32)
+    assert torch.allclose(normed, rms(states, layer.hidden_norm.weight), rtol=0, atol=1e-14)
+    angles = positions[0, :, None].double() * model.rotary_emb.inv_freq.double()
+    assert torch.allclose(cos[0, :, : HEAD // 2], angles.cos(), rtol=0, atol=1e-14)
+    assert torch.allclose(weights, states.softmax(-1), rtol=0, atol=1e-15)
+
+
 def test_topk_is_sorted_and_mapped_to_target_ids(pair: Pair, tmp_path: Path, prompts: Path) -> None:
     trace = run(pair, tmp_path / "trace", prompts=prompts)
     d2t = pair.weights()["d2t"].numpy()
@@ -404,6 +420,12 @@ def test_topk_is_sorted_and_mapped_to_target_ids(pair: Pair, tmp_path: Path, pro
         assert len(rows) == 10
         assert rows.draft_id.tolist() == np.argsort(-logits, kind="stable")[:10].tolist()
         assert step == 0
+
+
+def test_without_a_draft_vocabulary_draft_ids_are_target_ids(tmp_path: Path, prompts: Path) -> None:
+    trace = run(write_pair(tmp_path, full_vocab=True), tmp_path / "trace", prompts=prompts)
+    assert (trace.topk.target_id == trace.topk.draft_id).all()
+    assert "d2t" not in set(trace.params.name)
 
 
 def test_params_are_the_checkpoints_tensors(pair: Pair, tmp_path: Path, prompts: Path) -> None:
@@ -701,6 +723,6 @@ def test_a_byte_budget_stops_between_forwards(
     pair: Pair, tmp_path: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(session, "row_budget", lambda *_: 1)
-    trace = run(pair, tmp_path / "trace", prompts=prompts, max_bytes=1000)
+    trace = run(pair, tmp_path / "trace", prompts=prompts, max_bytes=60_000)
     assert trace.manifest.stopped == "max-bytes"
     assert set(trace.rows.prompt_id.tolist()) == {0}

@@ -1,0 +1,208 @@
+"""What is fed to the draft: documents, one a sequence of tokens, packed along T.
+
+Works on plain numbers, so that every case can be tested without a model. Speculators' forward takes x_1, x_2,
+... beside g_0, g_1, ..., and at step s feeds row i the token s places further on. So:
+
+- the true tokens of a prompt, as one document, give step 0 of every root, and the steps whose tokens are the
+  true ones;
+- any other chain below a root gives a document of its own, x_1 .. x_{root+1} and then the chain: step s of
+  row `root` feeds the chain's s-th token and attends to what a server's s-th draft step attends to.
+
+Rows behind a chain's root have no target features. Attention is causal, so what they start from (zeros)
+reaches no row that is captured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eagle_trace.capture import Int32, Rows
+
+Index = NDArray[np.intp]
+Chain = tuple[int, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Document:
+    """One sequence the draft is run on.
+
+    Attributes:
+        prompt_id: the prompt it comes from.
+        tokens: tokens fed at step 0, int32 [T]: row i is fed x_{i+1}.
+        features: rows 0 .. features - 1 start from target features, the rows behind them from zeros.
+        roots: for each step the rows to capture, int32, ascending.
+    """
+
+    prompt_id: int
+    tokens: Int32
+    features: int
+    roots: tuple[Int32, ...]
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def steps(self) -> int:
+        """Number of forwards this document needs."""
+        return max((step + 1 for step, roots in enumerate(self.roots) if len(roots)), default=0)
+
+    def path(self, root: int, step: int) -> tuple[int, ...]:
+        """Tokens fed at steps 1 .. `step` of row `root`."""
+        return tuple(self.tokens[root + 1 : root + 1 + step].tolist())
+
+
+def teacher_forced(prompt_id: int, token_ids: Sequence[int], features: int, steps: int) -> Document:
+    """A prompt on its own tokens: every root that has features, every step whose token exists.
+
+    Args:
+        prompt_id: the prompt.
+        token_ids: x_0 .. x_{n-1}.
+        features: number of roots, from 0, that have features.
+        steps: number of forwards.
+    """
+    tokens = np.asarray(token_ids[1:], dtype=np.int32)
+    features = min(features, len(tokens))
+    roots = tuple(
+        np.arange(max(0, min(features, len(tokens) - step)), dtype=np.int32) for step in range(steps)
+    )
+    return Document(prompt_id, tokens, features, roots)
+
+
+def replayed(
+    prompt_id: int, token_ids: Sequence[int], features: int, chains: Iterable[Chain]
+) -> list[Document]:
+    """The documents that hold step 0 of every root and every row (root, chain below it), each row in one of
+    them.
+
+    Args:
+        prompt_id: the prompt.
+        token_ids: x_0 .. x_{n-1}, the true tokens.
+        features: number of roots, from 0, that have features; chains below later roots are left out.
+        chains: (root, tokens fed at steps 1 .. s), one for every row of step s to capture.
+
+    Returns:
+        The document of the true tokens first, then one for every chain that is no beginning of another.
+    """
+    tokens = np.asarray(token_ids[1:], dtype=np.int32)
+    features = min(features, len(tokens))
+    true: dict[int, list[int]] = {0: list(range(features))}
+    other: list[Chain] = []
+    for root, path in sorted(set(chains)):
+        if root >= features or not path:
+            continue
+        if tuple(tokens[root + 1 : root + 1 + len(path)].tolist()) == path:
+            true.setdefault(len(path), []).append(root)
+        else:
+            other.append((root, path))
+    documents = [Document(prompt_id, tokens, features, _by_step(true))]
+    branch: list[Chain] = []
+    for chain, following in zip_longest(other, other[1:]):
+        branch.append(chain)
+        root, path = chain
+        # sorted order puts a chain right before those that go on from it
+        if following is not None and following[0] == root and following[1][: len(path)] == path:
+            continue
+        wanted = {len(part): [root] for _, part in branch}
+        documents.append(
+            Document(
+                prompt_id,
+                np.append(tokens[: root + 1], np.array(path, dtype=np.int32)),
+                root + 1,
+                _by_step(wanted),
+            )
+        )
+        branch.clear()
+    return documents
+
+
+def _by_step(roots: dict[int, list[int]]) -> tuple[Int32, ...]:
+    return tuple(np.asarray(roots.get(step, []), dtype=np.int32) for step in range(max(roots) + 1))
+
+
+@dataclass(frozen=True)
+class Pack:
+    """Documents that share one forward, side by side along T.
+
+    Attributes:
+        documents: the documents in order.
+        starts: row at which each of them starts, [D].
+    """
+
+    documents: tuple[Document, ...]
+    starts: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return self.starts[-1] + len(self.documents[-1])
+
+    @property
+    def steps(self) -> int:
+        """Number of forwards the pack needs."""
+        return max(document.steps for document in self.documents)
+
+    @property
+    def token_ids(self) -> Int32:
+        """Tokens fed at step 0, int32 [T]."""
+        return np.concatenate([document.tokens for document in self.documents])
+
+    @property
+    def document_ids(self) -> Int32:
+        """Number of the document of each row, int32 [T]."""
+        return np.repeat(np.arange(len(self.documents), dtype=np.int32), [len(d) for d in self.documents])
+
+    @property
+    def positions(self) -> Int32:
+        """Position of each row in its own document, int32 [T]: the row's root."""
+        return np.concatenate([np.arange(len(document), dtype=np.int32) for document in self.documents])
+
+    def index(self, step: int) -> Index:
+        """Rows to capture at a step, as indices into T."""
+        return np.concatenate(
+            [
+                (document.roots[step] + start if step < len(document.roots) else np.empty(0)).astype(np.intp)
+                for document, start in zip(self.documents, self.starts, strict=True)
+            ]
+        )
+
+    def rows(self, step: int, call_id: int) -> Rows:
+        """Keys of the rows `index(step)`, with the token and position their document says they are fed."""
+        keys = [
+            (document, int(root))
+            for document in self.documents
+            if step < len(document.roots)
+            for root in document.roots[step]
+        ]
+        return Rows.build(
+            prompt_id=[document.prompt_id for document, _ in keys],
+            root=[root for _, root in keys],
+            step=[step] * len(keys),
+            token_id=[int(document.tokens[root + step]) for document, root in keys],
+            position=[root + step for _, root in keys],
+            call_id=call_id,
+            path=[document.path(root, step) for document, root in keys],
+        )
+
+
+def pack(documents: Iterable[Document], budget: int) -> Iterator[Pack]:
+    """Documents in order, as many in a pack as fit `budget` rows; a longer one gets a pack of its own."""
+    waiting: list[Document] = []
+    rows = 0
+    for document in documents:
+        if not document.steps:
+            continue
+        if waiting and rows + len(document) > budget:
+            yield _packed(waiting)
+            waiting, rows = [], 0
+        waiting.append(document)
+        rows += len(document)
+    if waiting:
+        yield _packed(waiting)
+
+
+def _packed(documents: Sequence[Document]) -> Pack:
+    starts = np.cumsum([0, *(len(document) for document in documents[:-1])])
+    return Pack(tuple(documents), tuple(starts.tolist()))

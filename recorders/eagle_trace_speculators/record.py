@@ -1,0 +1,265 @@
+"""Entry point of the train side: `record` checks what was asked, loads the draft, leaves a sealed trace."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from eagle_trace import __version__
+from eagle_trace.capture import LEVELS
+from eagle_trace.errors import HostError, PromptsError, UsageError
+from eagle_trace.manifest import Manifest
+from eagle_trace.prompts import Prompt, prompts_digest, read_prompts, tokenize
+from eagle_trace.writer import TraceWriter, prepare_output
+from eagle_trace_speculators.replay import Task, open_replay, replay_tasks
+
+if TYPE_CHECKING:
+    from eagle_trace.reader import Trace
+    from eagle_trace_speculators.load import LoadedDraft
+
+HOST = "speculators"
+PACKAGES = (HOST, "transformers", "torch", "numpy")
+DEFAULT_STEPS = 3
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """What a train recording is asked to do; names as on the command line.
+
+    Attributes:
+        draft: folder that speculators saved.
+        out: folder of the trace to write.
+        target: folder of the target; needed for features ``compute``, for text prompts, and for a draft whose
+            checkpoint has no embedding or no head.
+        prompts: prompts file: the draft is fed each prompt's own tokens.
+        replay: serve trace: the draft is fed that server's tokens and chains. One of the two is given.
+        features: ``compute`` (run the target), ``serve`` (what the replayed server fed), or a folder of
+            speculators' hs_N.safetensors.
+        steps: number of draft forwards, the first one included; None for as many as the draft was
+            trained with, or as the server did.
+        dtype: on-disk dtype name, or ``auto``: the replayed trace's, else the draft checkpoint's.
+        device: ``auto``, ``cpu`` or ``cuda``.
+        level: how much of each row to keep.
+        max_bytes: stop after so many bytes of captures.
+        force: replace the trace at `out`.
+        argv: command line, for the manifest.
+    """
+
+    draft: Path
+    out: Path
+    target: Path | None = None
+    prompts: Path | None = None
+    replay: Path | None = None
+    features: str = "compute"
+    steps: int | None = None
+    dtype: str = "auto"
+    device: str = "auto"
+    level: str = "values"
+    max_bytes: int | None = None
+    force: bool = False
+    argv: list[str] | tuple[str, ...] = ()
+
+    def check(self) -> None:
+        """Raises UsageError if the options do not make sense together."""
+        if (self.prompts is None) == (self.replay is None):
+            raise UsageError(
+                "give one of --prompts (the draft on its own tokens) and --replay (on a server's)"
+            )
+        if self.features == "serve" and self.replay is None:
+            raise UsageError(
+                "--features serve takes them from the trace given with --replay, and there is none"
+            )
+        if self.features == "compute" and self.target is None:
+            raise UsageError("--features compute runs the target: give --target, or take --features serve")
+        if self.steps is not None and self.steps < 1:
+            raise UsageError(f"--steps must be 1 or more, not {self.steps}")
+        if self.level not in LEVELS:
+            raise UsageError(f"--level must be one of {', '.join(LEVELS)}, not {self.level!r}")
+        if self.replay is not None and self.out.resolve() == self.replay.resolve():
+            raise UsageError(f"--out {self.out} is the trace to replay: choose another")
+
+
+def record(*, progress: Progress = lambda _: None, **options: Any) -> Path:
+    """Record speculators' forward of a draft and return the sealed trace's folder.
+
+    Args:
+        progress: receives messages.
+        options: those of `TrainOptions`.
+
+    Raises:
+        UsageError, PromptsError, CheckpointError, TraceError: the input does not make sense.
+        OutputExistsError: `out` is taken.
+        HostError: speculators or the device is not there.
+        RecordingError: the recording failed.
+    """
+    asked = TrainOptions(**options)
+    asked.check()
+    _require_host()
+    if not asked.force:
+        prepare_output(
+            asked.out
+        )  # refuse before the work; with --force, what is there goes only when all is ready
+    try:
+        return _record(asked, progress)
+    except BaseException:
+        # where nothing was recorded, leave no empty folder behind for the next try to stumble over
+        with contextlib.suppress(OSError):
+            asked.out.rmdir()
+        raise
+
+
+def _record(asked: TrainOptions, progress: Progress) -> Path:
+    from eagle_trace_speculators.features import Precision, open_features
+    from eagle_trace_speculators.floors import REFERENCE
+    from eagle_trace_speculators.forward import threads_for
+    from eagle_trace_speculators.load import load_draft, resolve_device, resolve_dtype
+    from eagle_trace_speculators.session import Session
+
+    trace = open_replay(asked.replay) if asked.replay is not None else None
+    device = resolve_device(asked.device)
+    dtype = resolve_dtype(asked.dtype, asked.draft, trace.manifest.dtype if trace else None)
+    progress(f"loading the draft {asked.draft} in {dtype} on {device}")
+    draft = load_draft(asked.draft, asked.target, dtype, device)
+    manifest = _manifest(asked, draft, trace, dtype, device)
+    tasks, steps = _tasks(asked, draft, trace, manifest)
+    with threads_for(device, draft.hidden_size):
+        source = open_features(
+            asked.features,
+            tasks=tasks,
+            replay=trace,
+            target=asked.target,
+            layer_ids=draft.layer_ids,
+            width=draft.fused_width,
+            precision=Precision(dtype, REFERENCE[dtype], device),
+            progress=progress,
+        )
+        prepare_output(asked.out, force=asked.force)
+        writer = TraceWriter(asked.out, manifest, max_bytes=asked.max_bytes)
+        try:
+            Session(draft, tasks, source, steps, dtype, writer, progress).run()
+        except BaseException as error:
+            writer.abort(error)
+            raise
+    return writer.seal()
+
+
+def _require_host() -> None:
+    try:
+        import speculators  # noqa: F401
+    except ImportError as error:
+        raise HostError(
+            f"speculators cannot be imported ({error}): pip install 'eagle-trace[train]'"
+        ) from error
+
+
+def _tasks(
+    asked: TrainOptions, draft: LoadedDraft, trace: Trace | None, manifest: Manifest
+) -> tuple[list[Task], int]:
+    """The prompts and the number of steps; both are noted in the manifest."""
+    if trace is not None:
+        tasks, unpaired = replay_tasks(trace, asked.steps)
+        steps = 1 + max((len(path) for task in tasks for _, path in task.chains or ()), default=0)
+        if unpaired:
+            why = "the server let them attend to another branch of its draft tree, which training never does"
+            rows = f"{unpaired} rows of the replayed trace"
+            manifest.not_materialised.append({"site": "*", "rows": rows, "why": why})
+    elif asked.prompts is not None:
+        tasks = prompt_tasks(read_prompts(asked.prompts), asked.target)
+        steps = asked.steps or trained_steps(draft)
+    else:
+        raise UsageError("there are neither prompts nor a trace to replay")
+    manifest.settings = {
+        "steps": steps,
+        "features": asked.features,
+        "replay": str(asked.replay) if asked.replay else None,
+        "prompts": str(asked.prompts) if asked.prompts else None,
+        "seed": 0,
+    }
+    manifest.prompts_digest = prompts_digest([str(task.record["prompt_key"]) for task in tasks])
+    return tasks, steps
+
+
+def trained_steps(draft: LoadedDraft) -> int:
+    """Number of forwards the draft was trained with, as its config proposes it."""
+    methods = draft.model.config.speculators_config.proposal_methods
+    return next(
+        (int(n) for method in methods if (n := getattr(method, "speculative_tokens", None))), DEFAULT_STEPS
+    )
+
+
+def prompt_tasks(prompts: list[Prompt], target: Path | None) -> list[Task]:
+    """Prompts as tasks on their own tokens.
+
+    Raises:
+        PromptsError: a prompt cannot be tokenized with what the target's folder holds.
+    """
+    tokenizer = None
+    if target is not None and any(prompt.input_ids is None for prompt in prompts):
+        from transformers import AutoTokenizer
+
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(target)
+        except (OSError, ValueError) as error:
+            raise PromptsError(
+                f"cannot load the tokenizer of {target}: give the prompts as input_ids"
+            ) from error
+    tasks = []
+    for number, prompt in enumerate(prompts):
+        token_ids = tokenize(prompt, tokenizer)
+        row = {
+            "prompt_id": number,
+            "prompt_key": prompt.key,
+            "request_id": "",
+            "token_ids": token_ids,
+            "num_prompt_tokens": len(token_ids),
+            "text": prompt.text or "",
+            "output_ids": [],
+        }
+        tasks.append(Task(row, tuple(token_ids)))
+    return tasks
+
+
+def _manifest(
+    asked: TrainOptions, draft: LoadedDraft, trace: Trace | None, dtype: str, device: str
+) -> Manifest:
+    from eagle_trace_speculators.load import is_compiled, target_facts
+
+    changes = [
+        "attention is eager (training uses flex attention): the same sums in another order",
+        f"no autocast: parameters and activations are {dtype} throughout, as a server holds them",
+        "positions start at 0 as in serving (training: at 1): a constant shift changes nothing under RoPE",
+    ]
+    if is_compiled():
+        changes.append("the forward was run uncompiled (speculators compiles it on CUDA)")
+    if asked.target is not None:
+        target = target_facts(asked.target)
+    else:
+        target = dict(trace.manifest.target) if trace is not None else {}
+    return Manifest(
+        side="train",
+        level=asked.level,
+        host=HOST,
+        packages={name: _version(name) for name in PACKAGES} | {"eagle-trace": __version__},
+        target=target,
+        draft=draft.facts,
+        dtype=dtype,
+        device=device,
+        changes=changes,
+        argv=list(asked.argv),
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        warnings=list(draft.warnings),
+    )
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "unknown"

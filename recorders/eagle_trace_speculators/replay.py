@@ -1,0 +1,86 @@
+"""What a serve trace asks the train side to do again: tokens, and the chains drafted below them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from eagle_trace.errors import UsageError
+from eagle_trace.reader import Trace, open_trace
+from eagle_trace_speculators.documents import Chain
+
+
+@dataclass(frozen=True)
+class Task:
+    """One prompt to run the draft on.
+
+    Attributes:
+        record: the prompt's row of prompts.parquet.
+        token_ids: x_0 .. x_{n-1}: the prompt, and behind it what the server committed.
+        chains: (root, tokens fed at steps 1 .. s) of every row of step s >= 1 to capture; None for the
+            prompt's own tokens at every step.
+    """
+
+    record: dict[str, Any]
+    token_ids: tuple[int, ...]
+    chains: tuple[Chain, ...] | None = None
+
+    @property
+    def prompt_id(self) -> int:
+        """Number of the prompt."""
+        return int(self.record["prompt_id"])
+
+
+def open_replay(path: Path) -> Trace:
+    """Open the serve trace to replay.
+
+    Raises:
+        TraceError: it cannot be read.
+        UsageError: it is a train trace.
+    """
+    trace = open_trace(path)
+    if trace.side != "serve":
+        raise UsageError(
+            f"{path} is a {trace.side} trace: --replay takes what `eagle-trace record --mode serve` wrote"
+        )
+    return trace
+
+
+def replay_tasks(trace: Trace, steps: int | None) -> tuple[list[Task], int]:
+    """The prompts of a serve trace with the chains to replay, and how many of its rows cannot be.
+
+    Rows that the server let attend to another branch of its draft tree have no counterpart in training: they
+    are counted, not replayed.
+
+    Args:
+        trace: the serve trace.
+        steps: number of forwards to keep, None for all the server did.
+
+    Raises:
+        UsageError: the trace holds no prompt.
+    """
+    rows = trace.rows
+    chains: dict[int, set[Chain]] = defaultdict(set)
+    fed: dict[int, dict[int, int]] = defaultdict(dict)
+    wanted = rows.step < steps if steps is not None else np.ones(len(rows), dtype=np.bool_)
+    for i in np.flatnonzero(wanted & rows.own_path):
+        prompt, root, step = int(rows.prompt_id[i]), int(rows.root[i]), int(rows.step[i])
+        if step:
+            chains[prompt].add((root, tuple(rows.path[i, :step].tolist())))
+        else:
+            fed[prompt][root] = int(rows.token_id[i])
+    tasks = []
+    for record in trace.table("prompts").to_pylist():
+        prompt = int(record["prompt_id"])
+        token_ids = list(record["token_ids"])
+        # a server that stops inside a round has drafted from tokens that it did not commit
+        while token_ids and len(token_ids) - 1 in fed[prompt]:
+            token_ids.append(fed[prompt][len(token_ids) - 1])
+        tasks.append(Task(record, tuple(token_ids), tuple(sorted(chains[prompt]))))
+    if not tasks:
+        raise UsageError(f"{trace.path} holds no prompt: there is nothing to replay")
+    return tasks, int((wanted & ~rows.own_path).sum())
