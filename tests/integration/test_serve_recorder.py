@@ -145,8 +145,8 @@ def test_chunked_prefill_and_prefix_cache_record_what_is_computed(serve: Make) -
 # ---- bad input ------------------------------------------------------------------------------------------------------
 
 
-def asked(tmp_path: Path, deployed: Path, prompts: Path, **changed: Any) -> dict[str, Any]:
-    return {"target": TARGET, "draft": deployed, "prompts": prompts, "out": tmp_path / "out"} | changed
+def asked(tmp_path: Path, deployed: Path, four_prompts: Path, **changed: Any) -> dict[str, Any]:
+    return {"target": TARGET, "draft": deployed, "prompts": four_prompts, "out": tmp_path / "out"} | changed
 
 
 def test_bad_input_is_refused_before_anything_starts(tmp_path: Path, deployed: Path, four_prompts: Path) -> None:
