@@ -103,7 +103,9 @@ class Rows:
             token_id=column(token_id),
             position=column(position),
             path=path,
-            own_path=np.ones(count, dtype=np.bool_) if own_path is None else np.asarray(own_path, dtype=np.bool_),
+            own_path=np.ones(count, dtype=np.bool_)
+            if own_path is None
+            else np.asarray(own_path, dtype=np.bool_),
         )
 
     def take(self, index: NDArray[np.intp]) -> Rows:
@@ -142,6 +144,16 @@ def _widen(path: Int32, width: int) -> Int32:
     wide = np.full((len(path), width), -1, dtype=np.int32)
     wide[:, : path.shape[1]] = path
     return wide
+
+
+def sample_channels(width: int, count: int = 64) -> NDArray[np.int64]:
+    """The fixed channels by which hidden states of every layer are kept (layers.parquet): int64, ascending.
+
+    All of them if `width` is at most `count`; else the same `count` for every row, trace and side.
+    """
+    if width <= count:
+        return np.arange(width, dtype=np.int64)
+    return np.sort(np.random.default_rng(0).permutation(width)[:count]).astype(np.int64)
 
 
 def to_float32(values: Array) -> NDArray[np.float32]:

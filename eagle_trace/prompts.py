@@ -52,7 +52,11 @@ def read_prompts(path: Path) -> list[Prompt]:
     for prompt in prompts:
         # the same prompt twice is legal: occurrences are told apart by a suffix, the same one on both sides
         count = seen[prompt.key] = seen.get(prompt.key, 0) + 1
-        unique.append(prompt if count == 1 else Prompt(f"{prompt.key}#{count}", prompt.text, prompt.messages, prompt.input_ids))
+        unique.append(
+            prompt
+            if count == 1
+            else Prompt(f"{prompt.key}#{count}", prompt.text, prompt.messages, prompt.input_ids)
+        )
     return unique
 
 
@@ -63,7 +67,9 @@ def _parse(line: str, where: str) -> Prompt:
         raise PromptsError(f"{where} is not JSON: {error}") from error
     given = [name for name in ("prompt", "messages", "input_ids") if isinstance(data, dict) and name in data]
     if len(given) != 1:
-        raise PromptsError(f'{where} needs exactly one of "prompt", "messages" and "input_ids", has {given or "none"}')
+        raise PromptsError(
+            f'{where} needs exactly one of "prompt", "messages" and "input_ids", has {given or "none"}'
+        )
     name = given[0]
     value = data[name]
     digest = hashlib.sha256(json.dumps([name, value], sort_keys=True).encode()).hexdigest()[:16]
@@ -82,7 +88,11 @@ def _parse(line: str, where: str) -> Prompt:
 
 
 def _is_conversation(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(m, dict) and {"role", "content"} <= set(m) for m in value)
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(isinstance(m, dict) and {"role", "content"} <= set(m) for m in value)
+    )
 
 
 def tokenize(prompt: Prompt, tokenizer: Tokenizer | None) -> list[int]:
@@ -99,7 +109,11 @@ def tokenize(prompt: Prompt, tokenizer: Tokenizer | None) -> list[int]:
         ids = list(tokenizer.encode(prompt.text or ""))
     else:
         try:
-            ids = list(tokenizer.apply_chat_template(list(prompt.messages), add_generation_prompt=True, return_dict=False))
+            ids = list(
+                tokenizer.apply_chat_template(
+                    list(prompt.messages), add_generation_prompt=True, return_dict=False
+                )
+            )
         except ValueError as error:
             raise PromptsError(f"the target's chat template refuses prompt {prompt.key}: {error}") from error
     if not ids:

@@ -21,6 +21,7 @@ from eagle_trace.schema import KEYS, TABLES
 from eagle_trace.sites import draft_sites
 
 CACHE_BYTES = 256 << 20
+OPEN_FILES = 8
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ class Trace:
         if not path.exists():
             return TABLES[name].empty_table()
         try:
-            return pq.read_table(path, schema=TABLES[name])
+            return pq.read_table(path, schema=TABLES[name], use_threads=False)
         except (pa.ArrowInvalid, OSError) as error:
             raise _damaged(path, error) from error
 
@@ -139,7 +140,9 @@ class Trace:
     def shapes(self) -> dict[str, set[tuple[int, str]]]:
         """Width and dtype of every site seen by the host, also where no rows were kept: {site: {(width, dtype)}}."""
         seen: dict[str, set[tuple[int, str]]] = {}
-        for shapes in self.table("calls").filter(pa.compute.field("role") == "draft").column("shapes").to_pylist():
+        for shapes in (
+            self.table("calls").filter(pa.compute.field("role") == "draft").column("shapes").to_pylist()
+        ):
             for entry in shapes or []:
                 seen.setdefault(entry["site"], set()).add((entry["shape"][-1], entry["dtype"]))
         return seen
@@ -149,7 +152,9 @@ class Trace:
         found: dict[str, list[SiteData]] = {}
         for folder in sorted((self.path / "values").glob("site=*")):
             site = folder.name.removeprefix("site=")
-            found[site] = _scan_site(site, sorted(folder.glob("*.parquet")), partial=not self.sealed, missing=self.missing)
+            found[site] = _scan_site(
+                site, sorted(folder.glob("*.parquet")), partial=not self.sealed, missing=self.missing
+            )
         return {site: data for site, data in found.items() if data}
 
     @property
@@ -166,10 +171,14 @@ class Trace:
     def _one(self, site: str) -> SiteData:
         data = self.site_data(site)
         if not data:
-            raise TraceError(f"{self.path} has no rows of site {site!r}; it has {', '.join(self.sites) or 'none'}")
+            raise TraceError(
+                f"{self.path} has no rows of site {site!r}; it has {', '.join(self.sites) or 'none'}"
+            )
         if len(data) > 1:
             kinds = ", ".join(f"[{d.width}] {d.dtype}" for d in data)
-            raise TraceError(f"site {site!r} of {self.path} changes its shape ({kinds}): read it with site_data()")
+            raise TraceError(
+                f"site {site!r} of {self.path} changes its shape ({kinds}): read it with site_data()"
+            )
         return data[0]
 
     def keys(self, site: str) -> Rows:
@@ -225,7 +234,11 @@ def open_trace(path: str | Path, *, allow_partial: bool = False) -> Trace:
             f"{path} was not finished: it has no seal. Record it again, or pass --allow-partial to read what is whole"
         )
     manifest = Manifest.from_json((path / name).read_text(encoding="utf-8"), path / name)
-    missing = [problem for file, facts in manifest.files.items() if (problem := _check_file(path, file, facts["bytes"]))]
+    missing = [
+        problem
+        for file, facts in manifest.files.items()
+        if (problem := _check_file(path, file, facts["bytes"]))
+    ]
     if missing and not allow_partial:
         raise TraceDamagedError(
             f"{path} is damaged: {'; '.join(missing[:3])}. Record it again, or pass --allow-partial to read what is whole"
@@ -242,7 +255,9 @@ def _check_file(path: Path, file: str, size: int) -> str | None:
 
 
 def _damaged(path: Path, error: Exception) -> TraceDamagedError:
-    return TraceDamagedError(f"{path} cannot be read as Parquet ({str(error).splitlines()[0]}): record the trace again")
+    return TraceDamagedError(
+        f"{path} cannot be read as Parquet ({str(error).splitlines()[0]}): record the trace again"
+    )
 
 
 def _open_file(path: Path) -> pq.ParquetFile:
@@ -267,11 +282,15 @@ def _scan_site(site: str, paths: list[Path], *, partial: bool, missing: list[str
             continue
         facts = {key.decode().removeprefix("eagle_trace."): value.decode() for key, value in metadata.items()}
         if facts.get("dtype") not in DTYPES or not facts.get("width", "").isdigit():
-            raise TraceDamagedError(f"{path} does not say its dtype and width: it was not written by eagle-trace")
+            raise TraceDamagedError(
+                f"{path} does not say its dtype and width: it was not written by eagle-trace"
+            )
         kind = groups.setdefault((facts["dtype"], int(facts["width"]), has_values), [])
         for index, rows in enumerate(counts):
             kind.append(RowGroup(path, index, kind[-1].start + kind[-1].rows if kind else 0, rows))
-    return [SiteData(site, dtype, width, kept, tuple(found)) for (dtype, width, kept), found in groups.items()]
+    return [
+        SiteData(site, dtype, width, kept, tuple(found)) for (dtype, width, kept), found in groups.items()
+    ]
 
 
 def _read_group(group: RowGroup, columns: list[str] | None) -> pa.Table:
@@ -290,7 +309,7 @@ def _read_columns(data: SiteData, columns: list[str]) -> pa.Table:
     for path, indices in by_file.items():
         try:
             with _open_file(path) as file:
-                tables.append(file.read_row_groups(indices, columns=columns))
+                tables.append(file.read_row_groups(indices, columns=columns, use_threads=False))
         except (pa.ArrowInvalid, OSError) as error:
             raise _damaged(path, error) from error
     return pa.concat_tables(tables)
@@ -310,15 +329,19 @@ def read_statistics(data: SiteData) -> Statistics:
 
 def _to_rows(table: pa.Table) -> Rows:
     columns = {name: table.column(name).to_numpy() for name, _ in KEYS if name != "path"}
-    path = table.column("path").combine_chunks()
+    return Rows(path=padded_paths(table.column("path")), **columns)
+
+
+def padded_paths(column: pa.ChunkedArray) -> NDArray[np.int32]:
+    """A ``path`` column as int32 [rows, longest path], padded with -1."""
+    path = column.combine_chunks()
     if isinstance(path, pa.ChunkedArray):
         path = path.chunk(0) if path.num_chunks else pa.array([], type=TABLES["rows"].field("path").type)
     lengths = np.diff(path.offsets.to_numpy())
-    flat = path.flatten().to_numpy()
     width = int(lengths.max(initial=0))
-    padded = np.full((len(table), width), -1, dtype=np.int32)
-    padded[np.arange(width)[None, :] < lengths[:, None]] = flat
-    return Rows(path=padded, **columns)
+    padded = np.full((len(path), width), -1, dtype=np.int32)
+    padded[np.arange(width)[None, :] < lengths[:, None]] = path.flatten().to_numpy()
+    return padded
 
 
 class ValueReader:
@@ -329,13 +352,16 @@ class ValueReader:
 
     def __init__(self, data: SiteData, cache_bytes: int = CACHE_BYTES) -> None:
         if not data.has_values:
-            raise TraceError(f"site {data.site!r} was recorded at a level without values: record with --level values")
+            raise TraceError(
+                f"site {data.site!r} was recorded at a level without values: record with --level values"
+            )
         self.data = data
         self._dtype = DTYPES[data.dtype]
         self._starts = np.array([group.start for group in data.groups], dtype=np.int64)
         self._cache: OrderedDict[int, Array] = OrderedDict()
         self._cached_bytes = 0
         self._cache_bytes = cache_bytes
+        self._files: OrderedDict[Path, pq.ParquetFile] = OrderedDict()
 
     def take(self, index: NDArray[np.integer]) -> Array:
         """Rows at `index` (any order), exact dtype, [len(index), width]; a view where they lie side by side."""
@@ -361,7 +387,15 @@ class ValueReader:
             self._cache.move_to_end(number)
             return self._cache[number]
         group = self.data.groups[number]
-        column = _read_group(group, ["values"]).column("values")
+        try:
+            # one column: handing it to Arrow's thread pool would cost more than the copy itself
+            column = (
+                self._file(group.path)
+                .read_row_group(group.index, ["values"], use_threads=False)
+                .column("values")
+            )
+        except (pa.ArrowInvalid, OSError) as error:
+            raise _damaged(group.path, error) from error
         chunks = [_decode(chunk, self._dtype, self.data.width) for chunk in column.chunks]
         array = chunks[0] if len(chunks) == 1 else np.concatenate(chunks)
         self._cache[number] = array
@@ -371,10 +405,23 @@ class ValueReader:
             self._cached_bytes -= dropped.nbytes
         return array
 
+    def _file(self, path: Path) -> pq.ParquetFile:
+        """The open file at `path`: opening parses a footer, which takes longer than reading a row group."""
+        if path in self._files:
+            self._files.move_to_end(path)
+            return self._files[path]
+        # not memory-mapped: pages of a map that stays open count as this process's memory
+        file = self._files[path] = pq.ParquetFile(path)
+        while len(self._files) > OPEN_FILES:
+            self._files.popitem(last=False)[1].close()
+        return file
+
 
 def _decode(chunk: pa.FixedSizeBinaryArray, dtype: np.dtype[np.generic], width: int) -> Array:
     size = width * dtype.itemsize
-    flat = np.frombuffer(chunk.buffers()[1], dtype=np.uint8, count=len(chunk) * size, offset=chunk.offset * size)
+    flat = np.frombuffer(
+        chunk.buffers()[1], dtype=np.uint8, count=len(chunk) * size, offset=chunk.offset * size
+    )
     return flat.view(dtype).reshape(len(chunk), width)
 
 

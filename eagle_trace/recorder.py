@@ -82,7 +82,9 @@ class Hooks:
 
         self._undo.append(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
 
-    def wrap(self, owner: Any, name: str, observe: Callable[[Any, tuple[Any, ...], dict[str, Any]], None]) -> None:
+    def wrap(
+        self, owner: Any, name: str, observe: Callable[[Any, tuple[Any, ...], dict[str, Any]], None]
+    ) -> None:
         """Call `observe(result, args, kwargs)` after each call of the function ``owner.name``."""
         original = getattr(owner, name)
 

@@ -88,6 +88,14 @@ TABLES: dict[str, pa.Schema] = {
             ("bonus", pa.int32()),
         ]
     ),
+    "layers": pa.schema(
+        [
+            ("prompt_id", pa.int32()),
+            ("root", pa.int32()),
+            ("layer", pa.int32()),
+            ("sample", pa.list_(pa.float32())),
+        ]
+    ),
     "floors": pa.schema(
         [
             ("site", pa.string()),

@@ -45,7 +45,14 @@ class Site:
 
 def _before_layers(target_layers: int) -> list[Site]:
     target = [
-        Site(f"target.hidden.{k}", ("G",), "value", "first", ("token",), meaning=f"feature {k} taken from the target")
+        Site(
+            f"target.hidden.{k}",
+            ("G",),
+            "value",
+            "first",
+            ("token",),
+            meaning=f"feature {k} taken from the target",
+        )
         for k in range(target_layers)
     ]
     names = tuple(site.name for site in target)
@@ -68,11 +75,17 @@ def _layer(n: int) -> list[Site]:
     at = f"layer.{n}"
     stream = "hidden" if n == 0 else f"layer.{n - 1}.out"
     norms = [
-        Site(f"{at}.embed_norm", ("H",), "value", "all", ("embed",), meaning="embedding after input_layernorm"),
-        Site(f"{at}.hidden_norm", ("H",), "value", "all", ("hidden",), meaning="hidden state after hidden_norm"),
+        Site(
+            f"{at}.embed_norm", ("H",), "value", "all", ("embed",), meaning="embedding after input_layernorm"
+        ),
+        Site(
+            f"{at}.hidden_norm", ("H",), "value", "all", ("hidden",), meaning="hidden state after hidden_norm"
+        ),
     ]
     if n > 0:
-        norms = [Site(f"{at}.hidden_norm", ("H",), "value", "all", (stream,), meaning="stream after its norm")]
+        norms = [
+            Site(f"{at}.hidden_norm", ("H",), "value", "all", (stream,), meaning="stream after its norm")
+        ]
     into = tuple(site.name for site in norms)
     return [
         *norms,
@@ -111,10 +124,20 @@ def _after_layers(draft_layers: int) -> list[Site]:
     last = f"layer.{draft_layers - 1}.out"
     return [
         Site("norm", ("H",), "value", "all", (last,), meaning="final norm, read by the head"),
-        Site("carry", ("H",), "value", "all", (last,), roundings=0, meaning="hidden state handed to the next step"),
+        Site(
+            "carry",
+            ("H",),
+            "value",
+            "all",
+            (last,),
+            roundings=0,
+            meaning="hidden state handed to the next step",
+        ),
         Site("logits", ("V",), "value", "all", ("norm",), meaning="scores over the draft vocabulary"),
         Site("topk.draft_id", (), "integer", "all", ("logits",), meaning="best draft ids"),
-        Site("topk.target_id", (), "integer", "all", ("topk.draft_id",), meaning="their target ids, after d2t"),
+        Site(
+            "topk.target_id", (), "integer", "all", ("topk.draft_id",), meaning="their target ids, after d2t"
+        ),
     ]
 
 

@@ -65,7 +65,9 @@ def prepare_output(path: Path, *, force: bool = False) -> None:
         if not force:
             raise OutputExistsError(f"{path} exists: choose another --out, or --force to replace it")
         if not is_trace:
-            raise OutputExistsError(f"{path} exists and is no trace, so --force does not replace it: choose another --out")
+            raise OutputExistsError(
+                f"{path} exists and is no trace, so --force does not replace it: choose another --out"
+            )
         shutil.rmtree(path)
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -86,7 +88,9 @@ class TraceWriter:
         rank: number of this process among those that write into the same trace.
     """
 
-    def __init__(self, path: Path, manifest: Manifest, *, max_bytes: int | None = None, rank: int = 0) -> None:
+    def __init__(
+        self, path: Path, manifest: Manifest, *, max_bytes: int | None = None, rank: int = 0
+    ) -> None:
         if manifest.level not in LEVELS:
             raise UsageError(f"level must be one of {', '.join(LEVELS)}, not {manifest.level!r}")
         self.path = path
@@ -130,7 +134,9 @@ class TraceWriter:
         if len(rows) and self.manifest.level != "shapes":
             self._put("values", (site, rows, values), values.nbytes)
 
-    def put_topk(self, rows: Rows, draft_ids: Array, target_ids: Array, logits: Array, logprobs: Array) -> None:
+    def put_topk(
+        self, rows: Rows, draft_ids: Array, target_ids: Array, logits: Array, logprobs: Array
+    ) -> None:
         """Take the best ids of each row: four arrays [T, K], best first."""
         if len(rows):
             self._put("topk", (rows, draft_ids, target_ids, logits, logprobs), draft_ids.size * 32)
@@ -175,7 +181,9 @@ class TraceWriter:
         self._taken += size
         with self._room:
             # one item larger than the whole budget must still get through
-            self._room.wait_for(lambda: self._pending == 0 or self._pending + size <= QUEUE_BYTES or self.failure is not None)
+            self._room.wait_for(
+                lambda: self._pending == 0 or self._pending + size <= QUEUE_BYTES or self.failure is not None
+            )
             self._pending += size
         self._queue.put((kind, (item, size)))
 
@@ -205,7 +213,9 @@ class TraceWriter:
                 self._room.notify_all()
 
     def _take_rows(self, rows: Rows) -> None:
-        self._add_batch("rows", pa.RecordBatch.from_arrays(list(_key_columns(rows).values()), schema=TABLES["rows"]))
+        self._add_batch(
+            "rows", pa.RecordBatch.from_arrays(list(_key_columns(rows).values()), schema=TABLES["rows"])
+        )
 
     def _take_topk(self, item: tuple[Rows, Array, Array, Array, Array]) -> None:
         rows, draft_ids, target_ids, logits, logprobs = item
@@ -244,7 +254,9 @@ class TraceWriter:
         part = self._table_parts.get(table)
         if part is None:
             path = self.path / f"{table}.parquet"
-            part = self._table_parts[table] = _Part(path, pq.ParquetWriter(path, TABLES[table], compression="zstd"))
+            part = self._table_parts[table] = _Part(
+                path, pq.ParquetWriter(path, TABLES[table], compression="zstd")
+            )
         part.writer.write_table(data)
         part.rows += len(data)
 
@@ -266,13 +278,17 @@ class TraceWriter:
         if not buffer.rows:
             return
         rows = Rows.concatenate(buffer.rows)
-        values = np.ascontiguousarray(np.concatenate(buffer.values) if len(buffer.values) > 1 else buffer.values[0])
+        values = np.ascontiguousarray(
+            np.concatenate(buffer.values) if len(buffer.values) > 1 else buffer.values[0]
+        )
         buffer.rows.clear()
         buffer.values.clear()
         buffer.bytes = 0
         columns = _key_columns(rows)
         statistics = row_statistics(values)
-        columns |= {name: pa.array(getattr(statistics, name)) for name in ("norm", "absmax", "mean", "nonfinite")}
+        columns |= {
+            name: pa.array(getattr(statistics, name)) for name in ("norm", "absmax", "mean", "nonfinite")
+        }
         if "values" in buffer.schema.names:
             field_type = buffer.schema.field("values").type
             data = pa.py_buffer(values.view(np.uint8))
@@ -280,7 +296,8 @@ class TraceWriter:
         part = self._open_part(site, buffer)
         part.writer.write_table(
             pa.Table.from_arrays([columns[name] for name in buffer.schema.names], schema=buffer.schema),
-            row_group_size=max(1, len(rows)),
+            # a long prompt arrives in one piece: a reader should not need memory for all of it at once
+            row_group_size=-(-len(rows) // max(1, values.nbytes // ROW_GROUP_BYTES)),
         )
         part.rows += len(rows)
         part.bytes += values.nbytes if "values" in buffer.schema.names else 64 * len(rows)
@@ -301,7 +318,9 @@ class TraceWriter:
                     path,
                     buffer.schema,
                     compression={**dict.fromkeys(_leaves(plain), "zstd"), "values": "none"},
-                    use_dictionary=_leaves([name for name in plain if name not in ("norm", "absmax", "mean")]),
+                    use_dictionary=_leaves(
+                        [name for name in plain if name not in ("norm", "absmax", "mean")]
+                    ),
                     write_statistics=_leaves(plain),
                     data_page_size=ROW_GROUP_BYTES,
                 ),

@@ -44,7 +44,9 @@ def _run(folder: Path, quiet: bool, *, kept: bool) -> None:
         typer.echo(f"Wrote {traces.train}, {traces.healthy} and {traces.broken}")
         typer.echo(f"Next: eagle-trace diff {traces.train} {traces.broken}")
     else:
-        typer.echo("Next: eagle-trace demo --keep demo   (keeps the traces, to diff and look at them yourself)")
+        typer.echo(
+            "Next: eagle-trace demo --keep demo   (keeps the traces, to diff and look at them yourself)"
+        )
     first = broken.first_divergence
     if healthy.verdict != "agree" or first is None or first.site != "fused":
         raise RecordingError("the demo did not come out as it must: please report this with the output above")

@@ -17,14 +17,28 @@ class Format(StrEnum):
 
     text = "text"
     json = "json"
+    html = "html"
+
+
+class Sites(StrEnum):
+    """Which sites the table of the text report lists."""
+
+    all = "all"
+    diverged = "diverged"
 
 
 def diff(
     train: Annotated[Path, typer.Argument(help="Trace of the training side.", show_default=False)],
     serve: Annotated[Path, typer.Argument(help="Trace of the serving side.", show_default=False)],
     format: Annotated[
-        Format, typer.Option(help="Report for people, or for programs (docs/diff-json.md).")
+        Format,
+        typer.Option(
+            help="text; html: one file with plots, needs --out; json: for programs (docs/diff-json.md)."
+        ),
     ] = Format.text,
+    sites: Annotated[
+        Sites, typer.Option(help="text: sites in the table, those that diverged or all.")
+    ] = Sites.diverged,
     out: Annotated[
         Path | None, typer.Option(help="Write the report to this file.", show_default=False)
     ] = None,
@@ -49,14 +63,25 @@ def diff(
     from eagle_trace_analysis.report.text import print_diff, render
 
     _check_out(out, force=force)
+    if format is Format.html:
+        from eagle_trace_analysis.report.html import render_html, require_plotly
+
+        if out is None:
+            raise UsageError("--format html needs a file to write to: --out report.html")
+        require_plotly()
     traces = [open_trace(path, allow_partial=allow_partial) for path in (train, serve)]
     result = compare(*traces, minimum_share=minimum_share)
     if out is not None:
-        _write(out, to_json_text(result) if format is Format.json else render(result))
+        text = render(result, sites=sites.value)
+        if format is Format.html:
+            _write(out, render_html(result, train=traces[0], serve=traces[1]))
+            sys.stdout.write("".join(text.splitlines(keepends=True)[:3]))
+        else:
+            _write(out, to_json_text(result) if format is Format.json else text)
     elif format is Format.json:
         sys.stdout.write(to_json_text(result))
     else:
-        print_diff(result)
+        print_diff(result, sites=sites.value)
     raise typer.Exit(result.exit_status)
 
 

@@ -11,8 +11,12 @@ import typer
 def export(
     draft: Annotated[Path, typer.Argument(help="Draft checkpoint in speculators format.")],
     out: Annotated[Path, typer.Argument(help="Folder to write SGLang's form to.")],
-    target: Annotated[Path | None, typer.Option(help="Target checkpoint (needed if the draft names no layer ids).")] = None,
-    force: Annotated[bool, typer.Option("--force", help="Export also what SGLang cannot compute as trained.")] = False,
+    target: Annotated[
+        Path | None, typer.Option(help="Target checkpoint (needed if the draft names no layer ids).")
+    ] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Export also what SGLang cannot compute as trained.")
+    ] = False,
 ) -> None:
     """Write a speculators draft as SGLang loads it: config, layer ids and ties translated."""
     from eagle_trace_analysis.checkpoint.export import export as export_checkpoint

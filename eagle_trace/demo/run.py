@@ -50,7 +50,13 @@ def record_all(folder: Path, progress: Progress) -> DemoTraces:
     healthy, broken = deploy(folder)
     traces = DemoTraces(folder / "train.trace", folder / "healthy.trace", folder / "broken.trace")
     serve, train = find_recorder("serve"), find_recorder("train")
-    common: dict[str, Any] = {"target": target, "device": "auto", "level": "values", "max_bytes": None, "force": False}
+    common: dict[str, Any] = {
+        "target": target,
+        "device": "auto",
+        "level": "values",
+        "max_bytes": None,
+        "force": False,
+    }
 
     def serve_one(draft: Path, out: Path, what: str) -> None:
         told = {"prompts": prompts_file(), "dtype": "float32", "max_new_tokens": 48}

@@ -22,7 +22,9 @@ def read_config(folder: Path, what: str) -> dict[str, Any]:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise CheckpointError(f"the {what} {folder} has no config.json: is it a checkpoint folder?") from error
+        raise CheckpointError(
+            f"the {what} {folder} has no config.json: is it a checkpoint folder?"
+        ) from error
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read as JSON: {error}") from error
     if not isinstance(config, dict):
@@ -97,7 +99,11 @@ def server_arguments(
         flags.append("--disable-radix-cache")
         changes.append("prefix cache off: a cached position is not computed, so it could not be recorded")
     if device == "cpu":
-        arguments |= {"--attention-backend": "intel_amx", "--mem-fraction-static": "0.3", "--max-total-tokens": str(tokens)}
+        arguments |= {
+            "--attention-backend": "intel_amx",
+            "--mem-fraction-static": "0.3",
+            "--max-total-tokens": str(tokens),
+        }
         changes.append("SGLang's CPU engine with eagle-trace's own attention and tree kernels")
     given = {word.split("=", 1)[0] for word in extra}
     line = [word for name, value in arguments.items() if name not in given for word in (name, value)]

@@ -65,7 +65,10 @@ def loaded_params(model: Any, hot_token_id: Any, stored: Set[str]) -> Iterator[d
         hot_token_id: the worker's draft-to-target map [draft vocabulary] as ids, or None; recorded as offsets (`d2t`).
         stored: canonical names of the tensors in the checkpoint.
     """
-    rows = {"lm_head.weight": model.config.draft_vocab_size, "model.embed_tokens.weight": model.config.vocab_size}
+    rows = {
+        "lm_head.weight": model.config.draft_vocab_size,
+        "model.embed_tokens.weight": model.config.vocab_size,
+    }
     for host_name, parameter in model.named_parameters():
         # SGLang pads vocabularies to a multiple of 64; the padding is nobody's parameter
         parameter = parameter[: rows.get(host_name)]

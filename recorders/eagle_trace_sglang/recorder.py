@@ -184,7 +184,11 @@ class ServeRecorder:
         batch = kwargs["forward_batch"] if "forward_batch" in kwargs else args[2]
         self._call = None
         recording = self._recording
-        if recording is None or batch.forward_mode.name not in RECORDED_MODES or not recording.writer.accepting:
+        if (
+            recording is None
+            or batch.forward_mode.name not in RECORDED_MODES
+            or not recording.writer.accepting
+        ):
             return
         if not any(rid in recording.tracker for rid in batch.rids or ()):
             return
@@ -195,7 +199,10 @@ class ServeRecorder:
             hidden = batch.spec_info.hidden_states
             self._capture("fused", hidden)
             for name, columns in fused_slices(hidden.shape[-1], self._target_width):
-                self._call.shapes[name] = ([hidden.shape[0], columns.stop - columns.start], self._call.shapes["fused"][1])
+                self._call.shapes[name] = (
+                    [hidden.shape[0], columns.stop - columns.start],
+                    self._call.shapes["fused"][1],
+                )
 
     def _capture(self, site: str, tensor: Any) -> None:
         call = self._call
@@ -232,7 +239,9 @@ class ServeRecorder:
             writer.put_values(site, rows, values)
         if logits is not None:
             self._write_logits(writer, call, logits)
-        shapes = [{"site": site, "shape": shape, "dtype": dtype} for site, (shape, dtype) in call.shapes.items()]
+        shapes = [
+            {"site": site, "shape": shape, "dtype": dtype} for site, (shape, dtype) in call.shapes.items()
+        ]
         record = {"call_id": recording.calls, "role": "draft", "mode": facts.mode, "shapes": shapes}
         writer.put_record("calls", record | {"batch_size": len(facts.rids), "tokens": len(facts.input_ids)})
         recording.calls += 1
@@ -299,7 +308,9 @@ def _call_facts(batch: Any) -> DraftCall:
         input_ids=to_array(batch.input_ids),
         positions=to_array(batch.positions),
         seq_lens=to_array(batch.seq_lens),
-        extend_lens=None if batch.extend_seq_lens is None or mode == "DECODE" else to_array(batch.extend_seq_lens),
+        extend_lens=None
+        if batch.extend_seq_lens is None or mode == "DECODE"
+        else to_array(batch.extend_seq_lens),
         accept_lens=to_array(accepted) if mode == "DRAFT_EXTEND_V2" else None,
     )
 

@@ -66,7 +66,9 @@ class ServerOptions:
                 raise UsageError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(self, name)}")
         ranks = ("--tp", "--tp-size", "--tensor-parallel-size")
         if any(word.split("=")[0] in ranks for word in self.sglang_args):
-            raise UsageError("recording one rank of several would keep a part of each site only: record with one GPU")
+            raise UsageError(
+                "recording one rank of several would keep a part of each site only: record with one GPU"
+            )
         return check_deployment(self.target, self.draft)
 
 
@@ -222,7 +224,11 @@ class Server:
         started = time.monotonic()
         while (message := self._host.next("engine"))[0] != "answered":
             _, rid, output_ids, text, speculation = message
-            answers.output_ids[rid], answers.texts[rid], answers.speculation[rid] = output_ids, text, speculation
+            answers.output_ids[rid], answers.texts[rid], answers.speculation[rid] = (
+                output_ids,
+                text,
+                speculation,
+            )
             seconds = time.monotonic() - started
             self._progress(f"{len(answers.output_ids)} of {len(requests)} prompts answered, {seconds:.0f} s")
         return answers
@@ -230,21 +236,31 @@ class Server:
 
 def _checkpoint_facts(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
     text = json.dumps(config, sort_keys=True).encode()
-    return {"path": str(folder.resolve()), "config_digest": hashlib.sha256(text).hexdigest()[:16], "config": config}
+    return {
+        "path": str(folder.resolve()),
+        "config_digest": hashlib.sha256(text).hexdigest()[:16],
+        "config": config,
+    }
 
 
 def _take_facts(manifest: Manifest, facts: dict[str, Any]) -> None:
     """What the recorder found inside SGLang, into the manifest."""
     if facts["tp_size"] != 1:
-        raise UsageError("recording one rank of several would keep a part of each site only: record with one GPU")
+        raise UsageError(
+            "recording one rank of several would keep a part of each site only: record with one GPU"
+        )
     manifest.dtype, manifest.device = facts["dtype"], facts["device"]
     manifest.draft |= {name: facts[name] for name in ("architecture", "dropped_keys")}
     manifest.settings["algorithm"] = facts["algorithm"]
     if facts["dropped_keys"]:
-        manifest.warnings.append(f"SGLang dropped from the draft's checkpoint: {', '.join(facts['dropped_keys'])}")
+        manifest.warnings.append(
+            f"SGLang dropped from the draft's checkpoint: {', '.join(facts['dropped_keys'])}"
+        )
     for site in ("logits", "topk.draft_id", "topk.target_id"):
         why = "SGLang computes logits for the last row of a prefill only"
         manifest.not_materialised.append({"site": site, "rows": "prefill", "why": why})
     if facts["fused_mlp"]:
         why = "SGLang runs gate, up and activation in one kernel on this GPU"
-        manifest.not_materialised += [{"site": f"layer.0.mlp.{name}", "rows": "all", "why": why} for name in ("gate", "up", "act")]
+        manifest.not_materialised += [
+            {"site": f"layer.0.mlp.{name}", "rows": "all", "why": why} for name in ("gate", "up", "act")
+        ]

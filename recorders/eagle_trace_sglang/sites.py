@@ -37,7 +37,10 @@ def hook_draft(hooks: Hooks, model: Any, capture: Capture) -> list[str]:
         hooks.before(inner.fc, lambda _module, args, _kwargs: capture("fc.in", args[0]))
         after(inner.fc, "fc.out")
     after(inner.embed_tokens, "embed")
-    hooks.before(inner.layers[0], lambda _module, args, kwargs: capture("hidden", _argument(args, kwargs, 2, "hidden_states")))
+    hooks.before(
+        inner.layers[0],
+        lambda _module, args, kwargs: capture("hidden", _argument(args, kwargs, 2, "hidden_states")),
+    )
     for n, layer in enumerate(inner.layers):
         _hook_layer(hooks, n, layer, after, capture)
     last = len(inner.layers) - 1
@@ -67,14 +70,22 @@ def _hook_layer(hooks: Hooks, n: int, layer: Any, after: Callable[..., None], ca
     q_size, kv_size = attention.q_size, attention.kv_size
     edges = {"q": (0, q_size), "k": (q_size, q_size + kv_size), "v": (q_size + kv_size, q_size + 2 * kv_size)}
     for part, (start, end) in edges.items():
-        after(attention.qkv_proj, f"{at}.attn.{part}", lambda output, s=start, e=end: _first(output)[..., s:e])
+        after(
+            attention.qkv_proj, f"{at}.attn.{part}", lambda output, s=start, e=end: _first(output)[..., s:e]
+        )
     after(attention.rotary_emb, f"{at}.attn.q_rope", lambda output: output[0])
     after(attention.rotary_emb, f"{at}.attn.k_rope", lambda output: output[1])
     hooks.before(attention.o_proj, lambda _module, args, _kwargs: capture(f"{at}.attn.context", args[0]))
     after(attention.o_proj, f"{at}.attn.out")
     after(layer.post_attention_layernorm, f"{at}.mlp.norm", lambda output: output[0])
     after(layer.post_attention_layernorm, f"{at}.attn.residual", lambda output: output[1])
-    after(mlp.gate_up_proj, f"{at}.mlp.gate", lambda output: _first(output)[..., : _first(output).shape[-1] // 2])
-    after(mlp.gate_up_proj, f"{at}.mlp.up", lambda output: _first(output)[..., _first(output).shape[-1] // 2 :])
+    after(
+        mlp.gate_up_proj,
+        f"{at}.mlp.gate",
+        lambda output: _first(output)[..., : _first(output).shape[-1] // 2],
+    )
+    after(
+        mlp.gate_up_proj, f"{at}.mlp.up", lambda output: _first(output)[..., _first(output).shape[-1] // 2 :]
+    )
     after(mlp.act_fn, f"{at}.mlp.act")
     after(mlp.down_proj, f"{at}.mlp.out")

@@ -92,7 +92,9 @@ def train(folder: Path) -> Train:
             "argv": [],
             "progress": lambda _: None,
         } | options
-        name = json.dumps({key: str(value) for key, value in asked.items() if key != "progress"}, sort_keys=True)
+        name = json.dumps(
+            {key: str(value) for key, value in asked.items() if key != "progress"}, sort_keys=True
+        )
         if name not in made:
             made[name] = open_trace(record(out=folder / f"train{len(made)}.trace", **asked))
         return made[name]

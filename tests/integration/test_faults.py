@@ -26,7 +26,9 @@ Make = Callable[..., Trace]
         pytest.param({}, {"features": "serve", "target": None}, id="fp32-features-of-the-server"),
         pytest.param({"batch_size": 1}, {}, id="fp32-one-at-a-time"),
         pytest.param({"dtype": "bfloat16"}, {}, id="bf16"),
-        pytest.param({"dtype": "bfloat16"}, {"features": "serve", "target": None}, id="bf16-features-of-the-server"),
+        pytest.param(
+            {"dtype": "bfloat16"}, {"features": "serve", "target": None}, id="bf16-features-of-the-server"
+        ),
         pytest.param({"topk": 4, "draft_tokens": 8}, {}, id="fp32-tree"),
         pytest.param({"topk": 4, "draft_tokens": 8, "dtype": "bfloat16"}, {}, id="bf16-tree"),
     ],
@@ -35,7 +37,8 @@ def test_a_healthy_pair_agrees(serve: Make, train: Make, serve_options: Any, tra
     served = serve(**serve_options)
     result = diff(train(replay=served.path, **train_options), served)
     assert result.verdict == "agree", result.first_divergence
-    assert result.coverage.matched > 5000
+    assert result.captures.matched > 5000
+    assert result.coverage.matched == result.coverage.train_rows
 
 
 def test_a_healthy_batch_of_eight_agrees(serve: Make, train: Make, folder: Path) -> None:
@@ -72,7 +75,9 @@ TRAINED_OTHERWISE = {
 
 
 @pytest.mark.parametrize("name", DEPLOYED_WRONG)
-def test_a_fault_of_the_deployed_draft_is_named(name: str, serve: Make, train: Make, deployed: Path, folder: Path) -> None:
+def test_a_fault_of_the_deployed_draft_is_named(
+    name: str, serve: Make, train: Make, deployed: Path, folder: Path
+) -> None:
     planted = DEPLOYED_WRONG[name]
     broken = faults.edit(deployed, folder / name, config=planted.config, tensors=planted.tensors)
     served = serve(draft=broken)
@@ -87,7 +92,9 @@ def test_a_setting_that_only_training_had_is_named(name: str, serve: Make, train
     expect(planted, diff(train(replay=served.path, draft=draft), served))
 
 
-def test_other_tokens_for_the_same_prompt_are_named(serve: Make, train: Make, one_prompt_as_ids: Path, folder: Path) -> None:
+def test_other_tokens_for_the_same_prompt_are_named(
+    serve: Make, train: Make, one_prompt_as_ids: Path, folder: Path
+) -> None:
     line = json.loads(one_prompt_as_ids.read_text())
     with_bos = folder / "with_bos.jsonl"
     with_bos.write_text(json.dumps(line | {"input_ids": [256, *line["input_ids"]]}))

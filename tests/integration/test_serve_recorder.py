@@ -53,7 +53,9 @@ def test_rows_are_the_tokens_the_server_committed_and_nothing_else(serve: Make) 
         roots = np.sort(rows.root[first][rows.prompt_id[first] == prompt_id])
         assert roots.tolist() == list(range(len(ids) - 1))
     for prompt in trace.prompts.itertuples():
-        assert list(prompt.token_ids[prompt.num_prompt_tokens :])[: len(prompt.output_ids)] == list(prompt.output_ids)
+        assert list(prompt.token_ids[prompt.num_prompt_tokens :])[: len(prompt.output_ids)] == list(
+            prompt.output_ids
+        )
 
 
 def test_rounds_add_up_to_what_the_server_counts(serve: Make) -> None:
@@ -68,7 +70,9 @@ def test_rounds_add_up_to_what_the_server_counts(serve: Make) -> None:
 
 def test_values_are_those_of_the_checkpoint_on_the_recorded_input(serve: Make, deployed: Path) -> None:
     trace = serve()
-    weights = {name: tensor.float().numpy() for name, tensor in load_file(deployed / "model.safetensors").items()}
+    weights = {
+        name: tensor.float().numpy() for name, tensor in load_file(deployed / "model.safetensors").items()
+    }
     fused = trace.values("fused")
     np.testing.assert_allclose(fused @ weights["fc.weight"].T, trace.values("fc.out"), rtol=1e-4, atol=1e-5)
     parts = np.concatenate([trace.values(f"target.hidden.{k}") for k in range(3)], axis=1)
@@ -76,7 +80,9 @@ def test_values_are_those_of_the_checkpoint_on_the_recorded_input(serve: Make, d
     residual = trace.values("hidden") + trace.values("layer.0.attn.out")
     np.testing.assert_allclose(residual, trace.values("layer.0.attn.residual"), rtol=1e-4, atol=1e-5)
     gate, up = trace.values("layer.0.mlp.gate"), trace.values("layer.0.mlp.up")
-    np.testing.assert_allclose(gate / (1 + np.exp(-gate)) * up, trace.values("layer.0.mlp.act"), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(
+        gate / (1 + np.exp(-gate)) * up, trace.values("layer.0.mlp.act"), rtol=1e-4, atol=1e-5
+    )
 
 
 def test_topk_is_mapped_to_target_ids_as_the_worker_does(serve: Make, deployed: Path) -> None:
@@ -85,7 +91,11 @@ def test_topk_is_mapped_to_target_ids_as_the_worker_does(serve: Make, deployed: 
     ids = trace.topk.draft_id.to_numpy()
     np.testing.assert_array_equal(trace.topk.target_id, ids + d2t[ids])
     drafted = trace.rows.token_id[trace.rows.step == 1]
-    best = trace.topk[(trace.topk.step == 0) & (trace.topk["rank"] == 0)].set_index(["prompt_id", "root"]).target_id
+    best = (
+        trace.topk[(trace.topk.step == 0) & (trace.topk["rank"] == 0)]
+        .set_index(["prompt_id", "root"])
+        .target_id
+    )
     rows = trace.rows
     first = np.flatnonzero(rows.step == 1)
     assert [best[(rows.prompt_id[i], rows.root[i])] for i in first] == drafted.tolist()
@@ -95,10 +105,14 @@ def test_parameters_are_found_in_the_checkpoint(serve: Make) -> None:
     params = serve().params
     assert params.in_checkpoint.all()
     assert not params.nonfinite.any()
-    assert {"fc.weight", "lm_head.weight", "d2t", "layers.0.self_attn.q_proj.weight"} <= set(params.canonical_name)
+    assert {"fc.weight", "lm_head.weight", "d2t", "layers.0.self_attn.q_proj.weight"} <= set(
+        params.canonical_name
+    )
 
 
-def test_the_answers_are_the_same_with_and_without_recording(deployed: Path, four_prompts: Path, tmp_path: Path) -> None:
+def test_the_answers_are_the_same_with_and_without_recording(
+    deployed: Path, four_prompts: Path, tmp_path: Path
+) -> None:
     from eagle_trace_sglang.server import Request, Server, ServerOptions
 
     request = Request(read_prompts(four_prompts), max_new_tokens=24)
@@ -118,7 +132,9 @@ def test_the_answers_are_the_same_with_and_without_recording(deployed: Path, fou
     np.testing.assert_array_equal(stats.statistics("fc.out").norm, values.statistics("fc.out").norm)
 
 
-def test_a_byte_budget_stops_the_recording_and_not_the_server(deployed: Path, four_prompts: Path, tmp_path: Path) -> None:
+def test_a_byte_budget_stops_the_recording_and_not_the_server(
+    deployed: Path, four_prompts: Path, tmp_path: Path
+) -> None:
     from eagle_trace_sglang.server import Request, Server, ServerOptions
 
     request = Request(read_prompts(four_prompts), max_new_tokens=24)
@@ -149,7 +165,9 @@ def asked(tmp_path: Path, deployed: Path, four_prompts: Path, **changed: Any) ->
     return {"target": TARGET, "draft": deployed, "prompts": four_prompts, "out": tmp_path / "out"} | changed
 
 
-def test_bad_input_is_refused_before_anything_starts(tmp_path: Path, deployed: Path, four_prompts: Path) -> None:
+def test_bad_input_is_refused_before_anything_starts(
+    tmp_path: Path, deployed: Path, four_prompts: Path
+) -> None:
     from eagle_trace.demo import models_dir
     from eagle_trace_sglang.record import record
 
@@ -199,7 +217,9 @@ def test_a_plugin_that_is_not_loaded_is_noticed(
         record(**asked(tmp_path, deployed, four_prompts))
 
 
-def test_ctrl_c_leaves_no_process_and_no_sealed_trace(tmp_path: Path, deployed: Path, four_prompts: Path) -> None:
+def test_ctrl_c_leaves_no_process_and_no_sealed_trace(
+    tmp_path: Path, deployed: Path, four_prompts: Path
+) -> None:
     import signal
 
     out = tmp_path / "out"

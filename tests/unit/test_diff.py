@@ -73,6 +73,7 @@ def test_a_healthy_pair_agrees_at_every_level(prompts: list[Prompt], level: str,
     assert result.exit_status == 0
     assert result.level == level
     assert result.coverage.share == 1.0
+    assert result.captures.matched >= result.coverage.matched
     compared = {one.site for one in result.sites if one.verdict == "agree"}
     assert {"token", "position"} <= compared
     assert (set(value_sites()) <= compared) == (level != "shapes")

@@ -64,7 +64,9 @@ def test_trained_settings_that_sglang_has_are_handed_over(tmp_path: Path) -> Non
         ({"embed_requires_grad": True}, "own embedding"),
     ],
 )
-def test_what_sglang_cannot_compute_is_refused_unless_forced(tmp_path: Path, changes: dict[str, bool], reason: str) -> None:
+def test_what_sglang_cannot_compute_is_refused_unless_forced(
+    tmp_path: Path, changes: dict[str, bool], reason: str
+) -> None:
     draft = changed(tmp_path, **changes)
     with pytest.raises(CheckpointError, match=reason):
         export(draft, tmp_path / "out")

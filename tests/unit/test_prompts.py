@@ -28,14 +28,20 @@ def write(tmp_path: Path, *lines: str) -> Path:
 
 def test_all_three_forms_are_read_and_empty_lines_passed_over(tmp_path: Path) -> None:
     file = write(
-        tmp_path, '{"prompt": "Hello you"}', "", '{"messages": [{"role": "user", "content": "Hi"}]}', '{"input_ids": [4, 5]}'
+        tmp_path,
+        '{"prompt": "Hello you"}',
+        "",
+        '{"messages": [{"role": "user", "content": "Hi"}]}',
+        '{"input_ids": [4, 5]}',
     )
     prompts = read_prompts(file)
     assert [tokenize(prompt, Words()) for prompt in prompts] == [[5, 3], [1, 2, 3], [4, 5]]
 
 
 def test_keys_depend_on_content_and_tell_repeats_apart(tmp_path: Path) -> None:
-    prompts = read_prompts(write(tmp_path, '{"prompt": "a"}', '{"prompt": "a"}', '{"prompt": "b"}', '{"id": "x", "prompt": "a"}'))
+    prompts = read_prompts(
+        write(tmp_path, '{"prompt": "a"}', '{"prompt": "a"}', '{"prompt": "b"}', '{"id": "x", "prompt": "a"}')
+    )
     keys = [prompt.key for prompt in prompts]
     assert keys[1] == f"{keys[0]}#2"
     assert len(set(keys)) == 4

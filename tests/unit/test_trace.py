@@ -86,13 +86,27 @@ def test_frame_has_keys_statistics_and_values(tmp_path: Path) -> None:
     assert frame["absmax"].tolist() == [4.0, 0.0]
     assert frame["nonfinite"].tolist() == [0, 1]
     assert frame["values"].iloc[0].tolist() == [3.0, 4.0]
-    assert {"prompt_id", "root", "step", "round", "call_id", "token_id", "position", "path", "own_path"} <= set(frame)
+    assert {
+        "prompt_id",
+        "root",
+        "step",
+        "round",
+        "call_id",
+        "token_id",
+        "position",
+        "path",
+        "own_path",
+    } <= set(frame)
 
 
 def test_plain_pandas_and_a_hive_dataset_read_a_trace(tmp_path: Path) -> None:
-    path = write_trace(tmp_path / "t", {"embed": np.ones((4, 2), np.float32), "norm": np.ones((4, 3), np.float32)})
+    path = write_trace(
+        tmp_path / "t", {"embed": np.ones((4, 2), np.float32), "norm": np.ones((4, 3), np.float32)}
+    )
     assert len(pd.read_parquet(path / "rows.parquet")) == 8
-    table = ds.dataset(path / "values", partitioning="hive").to_table(filter=ds.field("site") == "norm", columns=["root", "norm"])
+    table = ds.dataset(path / "values", partitioning="hive").to_table(
+        filter=ds.field("site") == "norm", columns=["root", "norm"]
+    )
     assert table.num_rows == 4
 
 
@@ -157,7 +171,9 @@ def test_an_unsealed_trace_is_refused_but_can_be_read_in_part(tmp_path: Path) ->
     assert open_trace(tmp_path / "t", allow_partial=True).side == "serve"
 
 
-def test_disk_errors_fail_the_recording_and_not_the_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disk_errors_fail_the_recording_and_not_the_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import pyarrow.parquet as pq
 
     def full(*_: object, **__: object) -> None:
@@ -224,7 +240,9 @@ def test_a_file_altered_without_changing_its_size_is_noticed_on_reading(tmp_path
 
 
 def test_a_damaged_trace_can_be_read_in_part(tmp_path: Path) -> None:
-    path = write_trace(tmp_path / "t", {"embed": np.ones((4, 2), np.float32), "norm": np.ones((4, 2), np.float32)})
+    path = write_trace(
+        tmp_path / "t", {"embed": np.ones((4, 2), np.float32), "norm": np.ones((4, 2), np.float32)}
+    )
     (path / "values/site=embed/rank0-00000.parquet").write_bytes(b"PAR1")
     trace = open_trace(path, allow_partial=True)
     assert trace.sites == ["norm"]
@@ -260,6 +278,8 @@ def test_levels_and_shapes_are_checked(tmp_path: Path) -> None:
     writer = TraceWriter(tmp_path / "t", Manifest("serve", "values", "test"))
     with pytest.raises(ValueError, match="values for 3 rows"):
         writer.put_values("embed", make_rows(3), np.ones((4, 2), np.float32))
-    writer.put_values("embed", make_rows(3), np.ones((3, 2), np.int64))  # a bug of a recorder: spoils the recording only
+    writer.put_values(
+        "embed", make_rows(3), np.ones((3, 2), np.int64)
+    )  # a bug of a recorder: spoils the recording only
     with pytest.raises(RecordingError, match="a trace holds"):
         writer.seal()

@@ -1,0 +1,226 @@
+"""What attention sees: a window, a stale cache, a cached prefix."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from eagle_trace_analysis.attention import View
+from eagle_trace_analysis.causes.base import (
+    RECORD_VALUES,
+    Cause,
+    Hypothesis,
+    Outcome,
+    confirmed,
+    counterfactual,
+    not_tested,
+    ruled_out,
+)
+from eagle_trace_analysis.context import Context
+from eagle_trace_analysis.metrics import relative_error
+from eagle_trace_analysis.replay import Recomputed, Replay, Replayed
+
+FLAG = "--speculative-draft-window-size"
+MOST_WINDOWS = 96
+
+
+def _sites(context: Context) -> list[str]:
+    return context.layer_sites("attn.context")
+
+
+def _served_window(context: Context) -> int | None:
+    words = [str(word) for word in context.serve.manifest.settings.get("sglang_args", [])]
+    for at, word in enumerate(words):
+        if word == FLAG and at + 1 < len(words) and words[at + 1].isdigit():
+            return int(words[at + 1])
+        if word.startswith(f"{FLAG}=") and word.split("=")[1].isdigit():
+            return int(word.split("=")[1])
+    return None
+
+
+def check_window(context: Context) -> Outcome:
+    """A sliding window on one side only."""
+
+    def others(replay: Replay, node: Replayed) -> Iterator[Hypothesis]:
+        def seeing(window: int | None) -> Replay:
+            return replay.varied(view=View(replay.recorded, window=window, by_root=False))
+
+        if replay.form.window is not None:
+            yield "no window", seeing(None)
+        served = _served_window(context)
+        for window in (served, served + 1 if served else None):
+            if window:
+                yield f"a window of {window} tokens", seeing(window)
+        for window in _possible_windows(replay, node):
+            yield f"a window of {window} tokens", seeing(window)
+
+    def fix(words: str) -> str:
+        if context.form is not None and context.form.window:
+            return f"serve with {FLAG} {context.form.window}, the window of the training"
+        return f"the server attends with {words}, training with none: serve without {FLAG}"
+
+    return counterfactual(context, _sites(context), others, fix)
+
+
+def _possible_windows(replay: Replay, node: Replayed) -> list[int]:
+    """Windows that let the right rows through and cut the wrong ones; found on one wrong row each."""
+    found = replay.recompute(node.site, node.step)
+    if not isinstance(found, Recomputed) or node.serve is None:
+        return []
+    d, y = found.recorded - found.expected, found.expected
+    wrong = relative_error((d * d).sum(axis=1), (y * y).sum(axis=1)) > node.serve.allowed["rho_max"]
+    keys = replay.recorded.keys.take(found.rows)
+    seen = keys.root.astype(np.int64) + 1 + keys.step
+    if not wrong.any() or (seen[wrong].min() <= seen[~wrong].max(initial=0)):
+        # a window cuts every row that is long enough, and no other
+        return []
+    low, high = int(seen[~wrong].max(initial=0)), int(seen[wrong].min()) - 1
+    return list(range(max(low, 1), high + 1))[:MOST_WINDOWS]
+
+
+def check_refresh(context: Context) -> Outcome:
+    """Draft keys kept where the verify round should have replaced them."""
+    rounds = context.serve.table("rounds")
+    if not rounds.num_rows:
+        return not_tested("the serve trace holds no verify rounds", "record the serve side with more than one round")
+
+    def other(replay: Replay, _: Replayed) -> Iterator[Hypothesis]:
+        stale = left_by_drafts(context)
+        view = View(replay.recorded, window=replay.form.window, stale=stale)
+        yield f"{len(stale)} positions still holding the keys of the draft step that guessed them", replay.varied(view=view)
+
+    return counterfactual(
+        context,
+        _sites(context),
+        other,
+        lambda _: "the server must run the draft over the accepted tokens after each verify round (draft extend) and "
+        "overwrite their keys and values; update it, or report it",
+    )
+
+
+def left_by_drafts(context: Context) -> dict[tuple[int, int], tuple[int, tuple[int, ...]]]:
+    """For each (prompt, root) whose token a draft step guessed right: (root, path) of that step's row.
+
+    The step s row below root r is fed the token at place r + 1 + s and writes the cache at position r + s, which is
+    the place of the step-0 row at root r + s.
+    """
+    rows = context.serve.rows
+    tokens = {
+        int(number): ids
+        for number, ids in zip(context.serve.prompts["prompt_id"], context.serve.prompts["token_ids"], strict=True)
+    }
+    found: dict[tuple[int, int], tuple[int, tuple[int, ...]]] = {}
+    paths = rows.paths()
+    for row in np.flatnonzero((rows.step > 0) & rows.own_path):
+        prompt, root, path = int(rows.prompt_id[row]), int(rows.root[row]), paths[row]
+        true = tokens.get(prompt, ())[root + 2 : root + 2 + len(path)]
+        if len(true) == len(path) and tuple(int(token) for token in true) == path:
+            found[prompt, root + len(path)] = root, path
+    return found
+
+
+def check_prefix(context: Context) -> Outcome:
+    """Keys of a cached prefix that are not what this draft computes for it."""
+    replay = context.replay
+    if replay is None:
+        return not_tested(context.no_replay, RECORD_VALUES)
+    sites = _sites(context)
+    missing = _missing_roots(context)
+    if not missing:
+        prompts = len(np.unique(replay.recorded.keys.prompt_id))
+        return ruled_out(f"no cached prefix: the server computed every row of {prompts} prompts itself")
+    if not sites:
+        return not_tested("attention was not recorded", RECORD_VALUES)
+    given = _prefix_of_training(context, missing)
+    if len(given) < len(missing):
+        return not_tested(
+            f"{len(missing)} prompts start from a cached prefix, whose keys the training side has for {len(given)} only",
+            "record the training side with --replay on the same prompts",
+        )
+    site = sites[0]
+    fresh = replay.varied(view=View(replay.recorded, window=replay.form.window, missing=given))
+    allowed = 4 * max(replay.allowed(site)["rho_max"], context.control.allowed(site)["rho_max"] if context.control else 0)
+    cold, warm = [], []
+    for step in replay.recorded.steps:
+        found = fresh.recompute(site, step)
+        if isinstance(found, Recomputed):
+            d, y = found.recorded - found.expected, found.expected
+            rho = relative_error((d * d).sum(axis=1), (y * y).sum(axis=1))
+            cached = np.isin(replay.recorded.keys.prompt_id[found.rows], list(given))
+            warm += rho[cached].tolist()
+            cold += rho[~cached].tolist()
+    if not warm:
+        return not_tested("no row behind a cached prefix could be recomputed", RECORD_VALUES)
+    figures = (
+        f"{site} over training's keys for the cached prefix of {len(given)} prompts: error {np.median(warm):.1e} (median of "
+        f"{len(warm)}), other prompts {max(cold, default=0.0):.1e} (worst of {len(cold)}), {allowed:.1e} allowed"
+    )
+    own_prefix = all(context.agrees(name) for name in context.feature_sites)
+    if np.median(warm) > allowed >= max(cold, default=0.0) and own_prefix:
+        return confirmed(
+            figures, "serve with --disable-radix-cache, or flush the cache when the draft or its settings change", site
+        )
+    return ruled_out(figures)
+
+
+def _missing_roots(context: Context) -> dict[int, Any]:
+    """Roots before each prompt's first recorded step-0 row, by serve prompt."""
+    replay = context.replay
+    if replay is None:
+        return {}
+    rows, found = context.serve.rows, {}
+    for prompt in np.unique(replay.recorded.keys.prompt_id):
+        roots = rows.root[(rows.prompt_id == prompt) & (rows.step == 0)]
+        if len(roots) and roots.min() > 0:
+            found[int(prompt)] = np.arange(int(roots.min()))
+    return found
+
+
+def _prefix_of_training(context: Context, missing: dict[int, Any]) -> dict[int, Any]:
+    control = context.control
+    if control is None:
+        return {}
+    numbers = dict(zip(context.train.prompts["prompt_key"], context.train.prompts["prompt_id"], strict=True))
+    keys = dict(zip(context.serve.prompts["prompt_id"], context.serve.prompts["prompt_key"], strict=True))
+    found = {}
+    for prompt, roots in missing.items():
+        if (train_prompt := numbers.get(keys.get(prompt))) is None:
+            continue
+        template = context.train.rows
+        at = np.flatnonzero((template.prompt_id == train_prompt) & (template.step == 0) & np.isin(template.root, roots))
+        at = at[np.unique(template.root[at], return_index=True)[1]]
+        wanted = template.take(at)
+        k, v = (control.recorded.at(f"layer.0.attn.{name}", wanted) for name in ("k_rope", "v"))
+        if len(at) == len(roots) and k is not None and v is not None and k.present.all() and v.present.all():
+            found[prompt] = k.values, v.values, roots
+    return found
+
+
+CAUSES = (
+    Cause(
+        "sliding-window",
+        "Accept length falls with the length of the request.",
+        "Attention recomputed over all keys, and over the last w of them for the w that parts right rows from wrong ones.",
+        "Give the server the window of the training (--speculative-draft-window-size), or none.",
+        ("layer.0.attn.context",),
+        check_window,
+    ),
+    Cause(
+        "kv-not-refreshed",
+        "8 to 15 % lower accept length; the first round is fine.",
+        "Attention recomputed with the keys that draft steps left behind at accepted positions.",
+        "Run the draft over accepted tokens after each verify round.",
+        ("layer.0.attn.context",),
+        check_refresh,
+    ),
+    Cause(
+        "kv-cached-prefix",
+        "Decays over time; a cold start is fine.",
+        "Attention of prompts that start from a cached prefix recomputed with the keys that training has for it.",
+        "Serve with --disable-radix-cache, or flush the cache when the draft changes.",
+        ("layer.0.attn.context",),
+        check_prefix,
+    ),
+)

@@ -1,0 +1,179 @@
+"""Norms: where they stand, what they add to the mean square, how they scale."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from eagle_trace_analysis.causes.base import Cause, Hypothesis, Outcome, counterfactual
+from eagle_trace_analysis.context import Context
+from eagle_trace_analysis.replay import Recomputed, Replay, Replayed
+
+NORMS = ("embed_norm", "hidden_norm", "mlp.norm")
+_NAMES = {
+    "embed_norm": "input_layernorm",
+    "hidden_norm": "hidden_norm",
+    "mlp.norm": "post_attention_layernorm",
+}
+
+
+def _norm_sites(context: Context) -> list[str]:
+    return [*context.layer_sites(*NORMS), "norm"]
+
+
+def check_residual(context: Context) -> Outcome:
+    """Whether the residual stream starts before or after hidden_norm."""
+
+    def other(replay: Replay, _: Replayed) -> Iterator[Hypothesis]:
+        flag = not replay.form.norm_before_residual
+        name = "hidden_norm(hidden)" if flag else "hidden"
+        yield f"residual = {name} + attention (norm_before_residual {str(flag).lower()})", replay.varied(
+            norm_before_residual=flag
+        )
+
+    return counterfactual(
+        context,
+        ["layer.0.attn.residual"],
+        other,
+        lambda _: context.fix(
+            "residual-norm",
+            "train and serve with the same norm_before_residual; SGLang 0.5.23 has false only",
+        ),
+    )
+
+
+def check_features_norm(context: Context) -> Outcome:
+    """Norms between the target features and fc."""
+
+    def others(replay: Replay, _: Replayed) -> Iterator[Hypothesis]:
+        form, weights = replay.form, replay.weights
+        width = replay.recorded.width("fused") or 0
+        ones = {"input_norm.weight": np.ones(width)}
+        ones |= {f"fc_norm.{k}.weight": np.ones(form.target_width) for k in range(width // max(1, form.target_width))}
+        for whole, each in ((False, False), (True, False), (False, True)):
+            words = "no norm" if not (whole or each) else "norm_before_fc" if whole else "fc_norm"
+            changes = {"norm_before_fc": whole, "fc_norm": each}
+            if (whole, each) != (form.norm_before_fc, form.fc_norm):
+                yield f"{words} before fc", replay.varied(**changes)
+            if whole or each:
+                yield f"{words} before fc with weights of 1", replay.varied(weights=weights.replaced(ones), **changes)
+
+    return counterfactual(
+        context, ["fc.in"], others, lambda _: context.fix("fc-norm", "set norm_before_fc and fc_norm as trained")
+    )
+
+
+def check_carry(context: Context) -> Outcome:
+    """Whether the next step is handed the normed stream."""
+
+    def other(replay: Replay, _: Replayed) -> Iterator[Hypothesis]:
+        flag = not replay.form.norm_output
+        yield f"norm_output {str(flag).lower()}", replay.varied(norm_output=flag)
+
+    return counterfactual(
+        context, ["carry"], other, lambda _: context.fix("norm-output", "set norm_output as trained")
+    )
+
+
+def check_eps(context: Context) -> Outcome:
+    """Another rms_norm_eps: the deployed config's, or the one the recorded rows show."""
+
+    def others(replay: Replay, node: Replayed) -> Iterator[Hypothesis]:
+        served = context.served_form.eps if context.served_form else None
+        if served is not None and served != replay.form.eps:
+            yield f"the deployed rms_norm_eps {served:g}", replay.varied(eps=served)
+        fitted = fit_eps(replay, node.site, node.step)
+        if fitted is not None:
+            yield f"rms_norm_eps {fitted:.3g} (fitted)", replay.varied(eps=fitted)
+
+    return counterfactual(
+        context, _norm_sites(context), others, lambda _: context.fix("norm-eps", _eps_fix(context))
+    )
+
+
+def _eps_fix(context: Context) -> str:
+    return f"set rms_norm_eps to {context.form.eps:g}, as trained" if context.form else "set rms_norm_eps as trained"
+
+
+def fit_eps(replay: Replay, site: str, step: int) -> float | None:
+    """The eps that the rows of a norm show: y = x w / sqrt(m + eps), so eps = m ((y0 / y)^2 - 1) + eps0 (y0 / y)^2
+    with y0 the same under eps0; least squares over the element gives y0 / y, the median over rows eps.
+    """
+    found = replay.recompute(site, step)
+    if not isinstance(found, Recomputed):
+        return None
+    bare = replay.varied(eps=0.0).recompute(site, step)
+    if not isinstance(bare, Recomputed):
+        return None
+    # under eps 0 the output is w x / sqrt(m); under eps e it is smaller by sqrt(m / (m + e))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        shrink = np.einsum("tc,tc->t", found.recorded, bare.expected) / np.einsum("tc,tc->t", bare.expected, bare.expected)
+        known = np.einsum("tc,tc->t", found.expected, bare.expected) / np.einsum("tc,tc->t", bare.expected, bare.expected)
+        # known = sqrt(m / (m + eps0)) gives m; shrink then gives eps
+        mean = replay.form.eps * known**2 / (1 - known**2)
+        eps = mean * (1 / shrink**2 - 1)
+    eps = eps[np.isfinite(eps)]
+    # rows whose own mean square is small show eps best
+    return float(np.median(eps)) if len(eps) and np.median(eps) > 0 else None
+
+
+def check_offset(context: Context) -> Outcome:
+    """Scaling by 1 + w instead of w, or the other way round."""
+
+    def other(replay: Replay, _: Replayed) -> Iterator[Hypothesis]:
+        flag = not replay.form.norm_offset
+        yield f"norms scaled by {'1 + w' if flag else 'w'}", replay.varied(norm_offset=flag)
+
+    return counterfactual(
+        context,
+        _norm_sites(context),
+        other,
+        lambda _: "serve the draft with the norm it was trained with: store w so that both sides scale by the same numbers",
+    )
+
+
+CAUSES = (
+    Cause(
+        "residual-norm",
+        "Lower accept length from step 0 on; everything up to attention's output is equal.",
+        "The residual stream recomputed as hidden + attention and as hidden_norm(hidden) + attention: the one that "
+        "the training config names does not reproduce the server, the other does.",
+        "Retrain with --no-norm-before-residual, or serve with an engine that has the trained form.",
+        ("layer.0.attn.residual",),
+        check_residual,
+    ),
+    Cause(
+        "fc-norm-ignored",
+        "Low accept length; target features are equal, what enters fc is not.",
+        "fc's input recomputed without a norm, with one over all features (norm_before_fc) and with one a feature "
+        "(fc_norm), with trained weights and with weights of 1.",
+        "Set norm_before_fc and fc_norm in the deployed config as trained, and ship their weights.",
+        ("fc.in",),
+        check_features_norm,
+    ),
+    Cause(
+        "carry-norm",
+        "Step 0 is fine, later steps are not (3.46 becomes 3.04).",
+        "What is handed to the next step held against the stream before and after the final norm.",
+        "Set norm_output in the deployed config as trained.",
+        ("carry",),
+        check_carry,
+    ),
+    Cause(
+        "norm-eps",
+        "Slightly lower accept length.",
+        "Every norm recomputed with the deployed eps, and with the eps that the recorded rows show.",
+        "Set rms_norm_eps in the deployed config as trained.",
+        ("layer.0.embed_norm", "layer.0.hidden_norm", "layer.0.mlp.norm", "norm"),
+        check_eps,
+    ),
+    Cause(
+        "norm-offset",
+        "Accept length near 1.",
+        "Every norm recomputed with 1 + w in place of w.",
+        "Convert the norm weights (add or subtract 1) for the engine's convention.",
+        ("layer.0.embed_norm", "layer.0.hidden_norm", "layer.0.mlp.norm", "norm"),
+        check_offset,
+    ),
+)

@@ -1,0 +1,170 @@
+"""Parameters that did not arrive: dropped for their name, or never shipped."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from eagle_trace_analysis.causes.base import Cause, Outcome, clipped, confirmed, not_tested, ruled_out
+from eagle_trace_analysis.checkpoint import engine
+from eagle_trace_analysis.context import Context
+
+#: where a parameter is first used, by the end of its name
+USED_AT = {
+    "fc.weight": "fc.out",
+    "fc.bias": "fc.out",
+    "embed_tokens.weight": "embed",
+    "input_layernorm.weight": "embed_norm",
+    "hidden_norm.weight": "hidden_norm",
+    "self_attn.q_proj.weight": "attn.q",
+    "self_attn.q_norm.weight": "attn.q",
+    "self_attn.k_proj.weight": "attn.k",
+    "self_attn.k_norm.weight": "attn.k",
+    "self_attn.v_proj.weight": "attn.v",
+    "self_attn.o_proj.weight": "attn.out",
+    "post_attention_layernorm.weight": "mlp.norm",
+    "mlp.gate_proj.weight": "mlp.gate",
+    "mlp.up_proj.weight": "mlp.up",
+    "mlp.down_proj.weight": "mlp.out",
+    "lm_head.weight": "logits",
+}
+#: what causes of their own speak about
+ELSEWHERE = ("d2t", "t2d", "embed_tokens.weight", "input_norm.", "fc_norm.")
+
+
+def site_of(name: str) -> str | None:
+    """The site a parameter shows at first."""
+    if name == "norm.weight":
+        return "norm"
+    layer = re.match(r"layers\.(\d+)\.(.+)$", name)
+    end = layer.group(2) if layer else name
+    if end not in USED_AT:
+        return None
+    return f"layer.{layer.group(1)}.{USED_AT[end]}" if layer else USED_AT[end]
+
+
+def same(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
+    """Whether two rows of params.parquet hold the same numbers (by digest, or by norm if the dtypes differ)."""
+    if a["dtype"] == b["dtype"]:
+        return bool(a["digest"] == b["digest"])
+    close = abs(a["norm"] - b["norm"]) <= 4e-3 * abs(b["norm"])
+    return bool(close and a["nonfinite"] == b["nonfinite"] and list(a["shape"]) == list(b["shape"]))
+
+
+def not_loaded(context: Context) -> list[str]:
+    """Parameters of the training that the server holds with other numbers and did not find in its checkpoint, or
+    does not hold at all; those of other causes left out.
+    """
+    trained, served = context.params
+    tied = bool(context.served.get("tie_word_embeddings"))
+    from_target = "draft_vocab_size" in context.served and context.served["draft_vocab_size"] is None
+    names = []
+    for name, row in trained.items():
+        if name.startswith(ELSEWHERE) or (name == "lm_head.weight" and (tied or from_target)):
+            continue
+        theirs = served.get(name)
+        if theirs is None or (not theirs["in_checkpoint"] and not same(theirs, row)):
+            names.append(name)
+    return names
+
+
+def dropped_for(context: Context, name: str) -> str | None:
+    """A stored tensor that the engine dropped and that `name` may be: same ending, same shape."""
+    dropped = [str(key) for key in context.serve.manifest.draft.get("dropped_keys", [])]
+    stored = context.serve_draft.tensors if context.serve_draft else {}
+    shape = list(context.params[0][name]["shape"])
+    ends = [".".join(name.split(".")[at:]) for at in range(len(name.split(".")))]
+    for key in dropped:
+        held = stored.get(key)
+        fused = [old for old, parts in engine.STACKED.items() if any(part in name for part in parts)]
+        if engine.canonical_name(key) == name or any(one in key for one in fused):
+            return key
+        if held is not None and list(held.shape) != shape:
+            continue
+        if any(key.endswith(end) for end in ends[:-1]) or (len(ends) == 1 and key.endswith(name)):
+            return key
+    return None
+
+
+def _shown(context: Context, names: list[str]) -> tuple[str, str] | None:
+    """Of parameters that were not loaded, the first whose site differs, and that site."""
+    placed = [(site, name) for name in names if (site := site_of(name)) is not None]
+    order = {result.site: at for at, result in enumerate(context.diff.sites) if result.step == 0}
+    for site, name in sorted(placed, key=lambda item: order.get(item[0], len(order))):
+        if any(one.verdict == "faulty" for one in context.nodes([site])) or context.divergence(site) is not None:
+            return site, name
+    return None
+
+
+def check_dropped(context: Context) -> Outcome:
+    """Keys that the loader skips without a word."""
+    return _check(context, dropped=True)
+
+
+def check_missing(context: Context) -> Outcome:
+    """Parameters left at their random start because nobody shipped them."""
+    return _check(context, dropped=False)
+
+
+def _check(context: Context, *, dropped: bool) -> Outcome:
+    trained, served = context.params
+    if not trained or not served:
+        side = "train" if not trained else "serve"
+        return not_tested(f"the {side} trace holds no parameters", f"record the {side} side with this version")
+    lost = not_loaded(context)
+    mine = [name for name in lost if (dropped_for(context, name) is not None) == dropped]
+    if not mine:
+        return ruled_out(_all_there(context, lost, dropped=dropped))
+    shown = _shown(context, mine)
+    if shown is None:
+        return ruled_out(f"{clipped(mine)} not loaded, but no site that uses them differs")
+    site, name = shown
+    absent = name not in served
+    state = "the server holds none" if absent else (
+        f"as loaded its norm is {served[name]['norm']:.4g}, trained {trained[name]['norm']:.4g}"
+    )  # fmt: skip
+    if dropped:
+        key = dropped_for(context, name)
+        evidence = f"{len(mine)} of {len(trained)} parameters were dropped on loading, first {key} ({name}; {state})"
+        fix = context.fix("weight-names", f"rename {key} to {name}")
+        return confirmed(f"{evidence}; {site} differs", fix, site)
+    evidence = f"{len(mine)} of {len(trained)} parameters are not in the deployed checkpoint: {clipped(mine)} ({state})"
+    fix = context.fix("weights-present", f"ship {clipped(mine)} (`eagle-trace export` does)")
+    return confirmed(f"{evidence}; {site} differs", fix, site)
+
+
+def _all_there(context: Context, lost: list[str], *, dropped: bool) -> str:
+    trained, served = context.params
+    common = [name for name in trained if name in served and not name.startswith("t2d")]
+    equal = sum(same(served[name], trained[name]) for name in common)
+    keys = context.serve.manifest.draft.get("dropped_keys", [])
+    text = f"{equal} of {len(common)} parameters as loaded equal the trained ones"
+    if dropped:
+        return f"{text}, {len(keys)} keys dropped" + (f" ({clipped(keys)})" if keys else "")
+    found = sum(bool(served[name]["in_checkpoint"]) for name in common)
+    return f"{text}, {found} found in the deployed checkpoint" + (
+        f"; {clipped(lost)} dropped for the name" if lost else ""
+    )
+
+
+CAUSES = (
+    Cause(
+        "weights-dropped",
+        "Low accept length that hardly moves when other faults are fixed (0.20 becomes 0.21 after one rename).",
+        "Parameters as loaded (params.parquet) held against the training's, with the keys the engine dropped; the site "
+        "that uses the first of them differs.",
+        "Rename the keys to what the engine loads (`eagle-trace check` lists both).",
+        ("layer.0.hidden_norm", "layer.0.attn.q"),
+        check_dropped,
+    ),
+    Cause(
+        "weights-missing",
+        "Accept length 1.00.",
+        "Parameters as loaded held against the training's: not in the deployed checkpoint, other numbers than trained; "
+        "the site that uses them differs.",
+        "Ship the tensors.",
+        ("logits",),
+        check_missing,
+    ),
+)

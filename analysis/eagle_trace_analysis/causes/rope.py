@@ -1,0 +1,155 @@
+"""Rotary embedding: frequencies, layout, and how far the table reaches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+
+from eagle_trace_analysis.causes.base import (
+    RECORD_VALUES,
+    Cause,
+    Hypothesis,
+    Outcome,
+    confirmed,
+    counterfactual,
+    not_tested,
+    ruled_out,
+)
+from eagle_trace_analysis.context import Context
+from eagle_trace_analysis.metrics import relative_error
+from eagle_trace_analysis.replay import Recomputed, Replay, Replayed
+
+
+def _sites(context: Context) -> list[str]:
+    return context.layer_sites("attn.q_rope", "attn.k_rope")
+
+
+def check_theta(context: Context) -> Outcome:
+    """Other frequencies: the deployed config's, or those that the recorded rotation shows."""
+
+    def others(replay: Replay, _: Replayed) -> Iterator[Hypothesis]:
+        served = context.served_form.rope if context.served_form else None
+        if served is not None and served != replay.form.rope:
+            yield f"the deployed {served.words()}", replay.varied(rope=served)
+        fitted = fit_theta(replay)
+        if fitted is not None:
+            plain = replace(replay.form.rope, theta=fitted, kind="default", parameters={})
+            yield f"theta {fitted:.6g} (fitted to the recorded rotation)", replay.varied(rope=plain)
+
+    return counterfactual(context, _sites(context), others, lambda _: context.fix("rope", _fix(context)))
+
+
+def _fix(context: Context) -> str:
+    return f"set rope_parameters as trained ({context.form.rope.words()})" if context.form else "set rope as trained"
+
+
+def fit_theta(replay: Replay) -> float | None:
+    """The base of the frequencies that turned recorded q into recorded q_rope, None if no row shows it.
+
+    At positions 1 to 3 no pair has gone round once, so the angle of pair i is position x theta^(-2 i / size).
+    """
+    size = int(replay.form.head_dim * replay.form.rope.partial)
+    half = size // 2
+    before, after = (replay.recorded.values(f"layer.0.attn.{name}") for name in ("q", "q_rope"))
+    position = replay.recorded.keys.position
+    if before is None or after is None or half < 2:
+        return None
+    rows = np.flatnonzero(before.present & after.present & (position >= 1) & (position <= 3))
+    if not rows.size:
+        return None
+    x, y = (side.values[rows].reshape(len(rows), -1, replay.form.head_dim) for side in (before, after))
+    a, b, c, d = x[..., :half], x[..., half:size], y[..., :half], y[..., half:size]
+    cross, dot = (a * d - b * c).sum(axis=1), (a * c + b * d).sum(axis=1)
+    frequency = np.median(np.arctan2(cross, dot) / position[rows][:, None], axis=0)[1:]
+    index = np.arange(1, half)
+    good = frequency > 1e-9
+    if not good.any():
+        return None
+    # small angles drown in rounding; the first pairs tell theta best
+    theta = np.exp(-np.log(frequency[good]) * size / (2 * index[good]))
+    return float(np.median(theta[: max(1, half // 4)]))
+
+
+def check_layout(context: Context) -> Outcome:
+    """Neighbours rotated instead of halves, or another share of the head."""
+
+    def others(replay: Replay, _: Replayed) -> Iterator[Hypothesis]:
+        rope = replay.form.rope
+        flipped = replace(rope, interleaved=not rope.interleaved)
+        yield ("neighbouring elements rotated" if flipped.interleaved else "halves rotated"), replay.varied(rope=flipped)
+        for share in (1.0, 0.5, 0.25, 0.75):
+            if share != rope.partial:
+                yield f"{share:g} of each head rotated", replay.varied(rope=replace(rope, partial=share))
+
+    return counterfactual(
+        context,
+        _sites(context),
+        others,
+        lambda words: f"the server has {words}: serve with the layout of the training, or permute q and k weights for it",
+    )
+
+
+def check_reach(context: Context) -> Outcome:
+    """Positions beyond the deployed max_position_embeddings."""
+    longest = int(context.serve.rows.position.max(initial=0))
+    limit = context.served.get("max_position_embeddings")
+    if limit is None:
+        return not_tested("the serve trace names no max_position_embeddings", "give --serve-draft")
+    if longest < int(limit):
+        return ruled_out(f"the largest position served is {longest}, the deployed limit {int(limit):,}")
+    replay = context.replay
+    if replay is None:
+        return not_tested(f"positions up to {longest} pass the deployed limit {limit}; {context.no_replay}", RECORD_VALUES)
+    inside: list[float] = []
+    outside: list[float] = []
+    allowed = 0.0
+    for site in _sites(context):
+        allowed = max(allowed, replay.allowed(site)["rho_max"])
+        for step in replay.recorded.steps:
+            found = replay.recompute(site, step)
+            if isinstance(found, Recomputed):
+                d, y = found.recorded - found.expected, found.expected
+                rho = relative_error((d * d).sum(axis=1), (y * y).sum(axis=1))
+                beyond = replay.recorded.keys.position[found.rows] >= int(limit)
+                inside += rho[~beyond].tolist()
+                outside += rho[beyond].tolist()
+    if not outside:
+        return not_tested(f"no row past the deployed limit {limit} could be recomputed", RECORD_VALUES)
+    worst_in, worst_out = max(inside, default=0.0), max(outside)
+    figures = (
+        f"rotation up to position {int(limit) - 1}: error {worst_in:.1e}; from {limit} on ({len(outside)} rows): "
+        f"{worst_out:.1e}; {allowed:.1e} allowed"
+    )
+    if worst_in <= allowed < worst_out:
+        return confirmed(figures, context.fix("max-position", "raise max_position_embeddings"), "layer.0.attn.q_rope")
+    return ruled_out(figures)
+
+
+CAUSES = (
+    Cause(
+        "rope-theta",
+        "Slightly to very low accept length; queries are equal before the rotation.",
+        "The rotation recomputed with the deployed theta or scaling, and with the theta that recorded q and q_rope show.",
+        "Copy the rope parameters of the training config into the deployed one.",
+        ("layer.0.attn.q_rope", "layer.0.attn.k_rope"),
+        check_theta,
+    ),
+    Cause(
+        "rope-layout",
+        "Accept length near 1; queries are equal before the rotation.",
+        "The rotation recomputed on neighbouring elements instead of halves, and on other shares of each head.",
+        "Serve with the layout of the training, or permute the rows of q and k for it.",
+        ("layer.0.attn.q_rope", "layer.0.attn.k_rope"),
+        check_layout,
+    ),
+    Cause(
+        "max-position",
+        "Fine on short requests, collapses past a length.",
+        "The rotation recomputed row by row: right below the deployed max_position_embeddings, wrong from it on.",
+        "Raise max_position_embeddings to the target's.",
+        ("layer.0.attn.q_rope",),
+        check_reach,
+    ),
+)

@@ -1,0 +1,361 @@
+"""Diff: numbers for every site, and the first place where train and serve part."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eagle_trace.capture import LEVELS
+from eagle_trace.errors import IncomparableError
+from eagle_trace.reader import Trace
+from eagle_trace.sites import Site, sites_of
+from eagle_trace_analysis.acceptance import accept_length
+from eagle_trace_analysis.align import TOPK_SITES, Alignment, align, not_materialised
+from eagle_trace_analysis.checks import (
+    Shapes,
+    check_positions,
+    check_shapes,
+    check_tokens,
+    row_key,
+    shapes_of,
+)
+from eagle_trace_analysis.compare import Compared, compare_statistics, compare_values, row_facts
+from eagle_trace_analysis.frontier import find_frontier, shape_order
+from eagle_trace_analysis.metrics import IdMetrics, Metrics
+from eagle_trace_analysis.pairs import SKIP_REASONS, Coverage, Pairs
+from eagle_trace_analysis.result import Diff, Divergence, Note, SiteResult
+from eagle_trace_analysis.tolerance import Tolerance, Tolerances
+from eagle_trace_analysis.topk import check_topk
+
+Results = dict[tuple[str, int], SiteResult]
+
+#: agreement must speak for at least half of what the server computed; a divergence needs no quorum
+MINIMUM_SHARE = 0.5
+_LISTED = 6
+_STATISTIC = {
+    "rho_median": "median row error",
+    "rho_max": "largest row error",
+    "channel_median": "median channel error",
+    "scale_median": "median scale of rows",
+}
+
+
+def diff(train: Trace, serve: Trace, *, minimum_share: float = MINIMUM_SHARE) -> Diff:
+    """Compare two traces of the same prompts and name the first place where they part.
+
+    Works at the lower of the two levels: ``shapes`` compares shapes, presence, tokens and positions;
+    ``stats`` (and ``sketch``) also norms, largest elements and means; ``values`` everything. Values are
+    streamed, so that memory does not grow with the traces.
+
+    Args:
+        train: the train side.
+        serve: the serve side.
+        minimum_share: share (0..1) of the serve side's comparable rows that must be matched before the traces
+            can be said to agree. Rows that are skipped for a reason (`align.SKIP_REASONS`) are not
+            comparable.
+
+    Raises:
+        IncomparableError: not one train and one serve trace, in this order.
+        TraceError: a file cannot be read.
+    """
+    _check_sides(train, serve)
+    return _Comparison(train, serve).run(minimum_share)
+
+
+def _check_sides(train: Trace, serve: Trace) -> None:
+    if train.side == serve.side:
+        raise IncomparableError(
+            f"{train.path} and {serve.path} are both {train.side} traces: "
+            "diff compares a train trace with a serve trace"
+        )
+    if (train.side, serve.side) != ("train", "serve"):
+        raise IncomparableError(
+            f"{train.path} is the {train.side} trace and {serve.path} the {serve.side} trace: "
+            f"give the train trace first (eagle-trace diff {serve.path} {train.path})"
+        )
+
+
+class _Comparison:
+    """One run of `diff`."""
+
+    def __init__(self, train: Trace, serve: Trace) -> None:
+        self.train = train
+        self.serve = serve
+        self.level = min(train.level, serve.level, key=LEVELS.index)
+        self.notes: list[Note] = []
+        self.benign: list[Note] = []
+        self.shapes: tuple[Shapes, Shapes] = (shapes_of(train), shapes_of(serve))
+        self.sites = self._known_sites()
+        widths = {
+            site: max(width for width, _ in seen) for side in self.shapes for site, seen in side.items()
+        }
+        self.tolerances = Tolerances(self.sites, train, serve, widths)
+        self.alignment: Alignment = align(train, serve)
+        self._logit_errors: tuple[NDArray[np.int64], NDArray[np.float64]] = (
+            np.zeros(0, dtype=np.int64),
+            np.zeros(0),
+        )
+
+    def run(self, minimum_share: float) -> Diff:
+        results: Results = {}
+        reason = self._nothing_in_common()
+        if reason is None:
+            results = self._compare()
+        self._add_notes(results)
+        frontier = find_frontier(self.sites, results)
+        ordered = self._in_order(
+            {node: replace(result, frontier=node in frontier) for node, result in results.items()}
+        )
+        if reason is None and not frontier:
+            reason = self._too_little(minimum_share)
+        return Diff(
+            sites=tuple(ordered),
+            coverage=self.alignment.coverage,
+            minimum_share=minimum_share,
+            incomparable=reason,
+            accept_length=accept_length(self.serve),
+            benign=tuple(self.benign),
+            notes=tuple(self.notes),
+            level=self.level,
+            tolerance=self.tolerances.provenance,
+            traces={"train": provenance(self.train), "serve": provenance(self.serve)},
+        )
+
+    # ---- what can be compared
+    # ---------------------------------------------------------------------------------
+
+    def _known_sites(self) -> list[Site]:
+        names = set(self.shapes[0]) | set(self.shapes[1])
+        known = set()
+        for name in names:
+            try:
+                sites_of([name])
+            except ValueError:
+                self.notes.append(Note("unknown-site", f"{name} is no site this version knows: left out"))
+            else:
+                known.add(name)
+        for side in self.shapes:
+            for name in names - known:
+                side.pop(name, None)
+        return sites_of(sorted(known))
+
+    def _nothing_in_common(self) -> str | None:
+        alignment = self.alignment
+        if not alignment.prompt_keys:
+            return "no prompt in common: " + _both(
+                list(self.train.prompts["prompt_key"]), list(self.serve.prompts["prompt_key"]), "prompt keys"
+            )
+        if not len(alignment.rows):
+            return "no row in common: " + _both(_extent(self.train), _extent(self.serve), "rows")
+        if not set(self.shapes[0]) & set(self.shapes[1]):
+            return "no site in common: " + _both(list(self.shapes[0]), list(self.shapes[1]), "sites")
+        return None
+
+    def _too_little(self, minimum_share: float) -> str | None:
+        coverage = self.alignment.coverage
+        if coverage.share >= minimum_share:
+            return None
+        comparable = coverage.matched + coverage.unmatched_serve
+        return (
+            f"only {coverage.matched} of {comparable} comparable serve rows ({coverage.share:.0%}) "
+            f"have a train row, fewer than {minimum_share:.0%}: "
+            f"{_both(_extent(self.train), _extent(self.serve), 'rows')}. "
+            f"Record the train side with --replay {self.serve.path}, or lower --minimum-share"
+        )
+
+    # ---- the comparison
+    # ---------------------------------------------------------------------------------------
+
+    def _compare(self) -> Results:
+        results: Results = {}
+        faults = check_shapes(shape_order(self.sites), self.train, self.serve, self.shapes)
+        for name, divergence in faults.items():
+            results[name, divergence.step] = SiteResult(name, divergence.step, divergence=divergence)
+        for step, result in check_tokens(self.alignment).items():
+            results["token", step] = result
+        positions, benign = check_positions(self.alignment)
+        self.benign += benign
+        for step, result in positions.items():
+            results["position", step] = result
+        for site in self.sites:
+            if site.kind == "value" and site.name not in faults:
+                results |= self._compare_site(site)
+        if self.level != "shapes" and not set(TOPK_SITES) & set(faults) and self._both_have(TOPK_SITES[0]):
+            wrong = [
+                step
+                for (site, step), result in results.items()
+                if site == "logits" and result.verdict == "diverged"
+            ]
+            results |= check_topk(self.alignment, self._logit_errors, wrong)
+        return results
+
+    def _both_have(self, site: str) -> bool:
+        return all(site in side for side in self.shapes)
+
+    def _compare_site(self, site: Site) -> Results:
+        name = site.name
+        first = 1 if site.steps == "later" else 0
+        if not self._both_have(name):
+            excuses = [
+                *not_materialised(self.train, name).values(),
+                *not_materialised(self.serve, name).values(),
+            ]
+            return {(name, first): SiteResult(name, first, reason=excuses[0])} if excuses else {}
+        data = [trace.site_data(name) for trace in (self.train, self.serve)]
+        if self.level == "shapes" or not all(data):
+            return {
+                (name, first): SiteResult(name, first, reason="shapes alone were compared (level shapes)")
+            }
+        if len({one.width for side in data for one in side}) > 1:
+            return {
+                (name, first): SiteResult(
+                    name, first, reason="its shape changes from call to call on both sides"
+                )
+            }
+        pairs = self.alignment.pairs(name)
+        found: dict[int, Compared] = {}
+        if len(pairs):
+            has_values = all(one.has_values for side in data for one in side)
+            compare = compare_values if has_values else compare_statistics
+            found = compare(self.train, self.serve, name, pairs)
+        if name == "logits" and found:
+            parts = list(found.values())
+            if all(len(part.largest_errors) for part in parts):
+                rows = np.concatenate([pairs.train[part.pairs] for part in parts])
+                self._logit_errors = rows, np.concatenate([part.largest_errors for part in parts])
+        dtypes = [one.dtype for side in data for one in side]
+        return {
+            (name, step): self._result(name, step, pairs, found.get(step), dtypes) for step in pairs.steps
+        }
+
+    def _result(
+        self, name: str, step: int, pairs: Pairs, found: Compared | None, dtypes: Sequence[str]
+    ) -> SiteResult:
+        coverage = pairs.coverage(step)
+        if found is None:
+            return SiteResult(name, step, coverage, reason=_why_no_rows(coverage))
+        tolerance = self.tolerances.of(name, step, dtypes)
+        metrics = found.metrics
+        exceeded = tolerance.exceeded(metrics)
+        divergence = None
+        if metrics.nonfinite_train or metrics.nonfinite_serve or exceeded:
+            facts = row_facts(self.train, self.serve, name, pairs, found.worst)
+            row = row_key(self.alignment, pairs, found.worst)
+            divergence = _numeric_divergence(name, step, metrics, tolerance, exceeded)
+            divergence = replace(divergence, train=facts[0], serve=facts[1], row=row)
+        return SiteResult(name, step, coverage, metrics, tolerance, divergence)
+
+    # ---- the result
+    # -------------------------------------------------------------------------------------------
+
+    def _in_order(self, results: Results) -> list[SiteResult]:
+        order = {site.name: index for index, site in enumerate(shape_order(self.sites))}
+        return [results[node] for node in sorted(results, key=lambda node: (node[1], order[node[0]]))]
+
+    def _add_notes(self, results: Results) -> None:
+        agreeing = [
+            (result.metrics.rho_max, result)
+            for result in results.values()
+            if result.verdict == "agree"
+            and isinstance(result.metrics, Metrics)
+            and result.metrics.rho_max > 0
+        ]
+        if agreeing:
+            worst, at = max(agreeing, key=lambda item: item[0])
+            allowed = at.tolerance.allowed["rho_max"] if at.tolerance else 0.0
+            text = f"{len(agreeing)} sites and steps differ by rounding only, at most {worst:.2g} "
+            text += f"({at.site}, step {at.step}; {allowed:.2g} allowed)"
+            self.benign.append(Note("rounding", text))
+        steps = self.alignment.rows.train_keys.step[self.alignment.rows.train]
+        if len(steps) and not steps.any() and self.serve.rows.step.any():
+            text = "only step 0 was compared: record the train side with --replay to compare draft steps too"
+            self.notes.append(Note("draft-steps", text))
+        excused = sum(r.metrics.excused for r in results.values() if isinstance(r.metrics, IdMetrics))
+        if excused:
+            self.benign.append(
+                Note(
+                    "tie-flips", f"{excused} rows pick another best id within the margin of the logits' error"
+                )
+            )
+        for trace in (self.train, self.serve):
+            if not trace.sealed:
+                lost = f": {'; '.join(trace.missing[:3])}" if trace.missing else ""
+                self.notes.append(Note("partial", f"{trace.path} was not finished or is damaged{lost}"))
+            if trace.manifest.stopped:
+                self.notes.append(
+                    Note("stopped", f"recording of {trace.path} stopped early ({trace.manifest.stopped})")
+                )
+        if self.train.manifest.prompts_digest != self.serve.manifest.prompts_digest:
+            self.notes.append(
+                Note("prompts-digest", "the two sides were recorded on different sets of prompts")
+            )
+
+
+def _numeric_divergence(
+    site: str, step: int, metrics: Metrics, tolerance: Tolerance, exceeded: Sequence[str]
+) -> Divergence:
+    """The divergence of a site by its numbers; non-finite elements come before sizes."""
+    if metrics.nonfinite_train or metrics.nonfinite_serve:
+        counts = f"{metrics.nonfinite_train} elements in training, {metrics.nonfinite_serve} in serving"
+        return Divergence(site, step, "nonfinite", f"not finite: {counts}", {}, {})
+    name = exceeded[0]
+    value, allowed = getattr(metrics, name), tolerance.allowed[name]
+    why = f"{_STATISTIC[name]} {value:.2e}, {allowed:.2e} allowed"
+    if name == "scale_median":
+        why = f"serve is {value:.4g} x train, {1 - allowed:.4g} to {1 + allowed:.4g} allowed"
+    elif metrics.scale_median is not None and abs(metrics.scale_median - 1) > allowed:
+        why += f"; serve is {metrics.scale_median:.4g} x train"
+    return Divergence(site, step, "values", why, {}, {}, statistic=name, value=value, allowed=allowed)
+
+
+def _why_no_rows(coverage: Coverage) -> str:
+    if not coverage.train_rows or not coverage.serve_rows:
+        return f"rows on the {'serve' if coverage.serve_rows else 'train'} side only"
+    reasons = list(coverage.skipped_serve or coverage.skipped_train)
+    if reasons and not coverage.unmatched_serve:
+        return SKIP_REASONS[reasons[0]]
+    return "both sides have rows, none in common"
+
+
+def _both(train: Sequence[Any], serve: Sequence[Any], what: str) -> str:
+    def some(names: Sequence[Any]) -> str:
+        listed = ", ".join(str(name) for name in names[:_LISTED])
+        return (listed or "none") + (f", ... ({len(names)})" if len(names) > _LISTED else "")
+
+    return f"{what} are [{some(train)}] in training and [{some(serve)}] in serving"
+
+
+def _extent(trace: Trace) -> list[str]:
+    """What rows a trace has, in a few words."""
+    rows = trace.rows
+    if not len(rows):
+        return []
+    return [
+        f"{len(rows)} rows, {len(np.unique(rows.prompt_id))} prompts, "
+        f"roots {rows.root.min()} to {rows.root.max()}, "
+        f"steps {rows.step.min()} to {rows.step.max()}"
+    ]
+
+
+def provenance(trace: Trace) -> dict[str, Any]:
+    """What made a trace, as far as a report needs it."""
+    manifest = trace.manifest
+    names = (
+        "side",
+        "level",
+        "host",
+        "packages",
+        "dtype",
+        "device",
+        "created",
+        "prompts_digest",
+        "changes",
+        "warnings",
+    )
+    return {"path": str(trace.path), "sealed": trace.sealed} | {
+        name: getattr(manifest, name) for name in names
+    }

@@ -1,0 +1,187 @@
+"""Weights and features at a glance: is what went in sane, and the same on both sides?"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+
+from eagle_trace.capture import Statistics
+from eagle_trace.reader import Trace, read_keys, read_statistics
+from eagle_trace_analysis.plots import style
+from eagle_trace_analysis.result import Diff
+from eagle_trace_analysis.rowwise import open_traces
+
+Float64 = NDArray[np.float64]
+
+_STATUS = {
+    "same": ("same bytes on both sides", style.GREEN, "circle"),
+    "differ": ("values differ", style.RED, "x"),
+    "dtype": ("another dtype", style.BLUE, "diamond"),
+    "one side": ("on one side only", style.PURPLE, "triangle-right"),
+    "not loaded": ("not in the checkpoint: left at its start", style.INK, "square"),
+}
+
+
+def weights(diff: Diff, *, train: Trace | None = None, serve: Trace | None = None) -> Any:
+    """Norm of every parameter as each side loaded it, and whether the bytes are the same.
+
+    Args:
+        diff: a finished diff.
+        train, serve: the traces, if they are no longer where the diff found them.
+
+    Returns:
+        A plotly figure: one line a parameter (speculators' names), L2 norm on a log axis, shape and colour say what
+        became of it.
+    """
+    go = style.graph_objects()
+    table = compare_params(*open_traces(diff, train, serve))
+    counts = table["status"].value_counts()
+    words = ", ".join(f"{counts[name]} {_STATUS[name][0]}" for name in _STATUS if name in counts)
+    made = style.figure("Weights as loaded", words or "no parameters were recorded", height=170 + 22 * max(4, len(table)))
+    if table.empty:
+        return style.say(made, "no parameters were recorded")
+    names = table["name"].tolist()
+    positive = table[["train_norm", "serve_norm"]].to_numpy(dtype=float)
+    low = float(np.nanmin(positive[positive > 0])) / 3 if (positive > 0).any() else 0.1
+    for status, (label, color, symbol) in _STATUS.items():
+        part = table[table["status"] == status]
+        if part.empty:
+            continue
+        norm = part["serve_norm"].fillna(part["train_norm"]).to_numpy(dtype=float)
+        made.add_trace(
+            go.Scatter(
+                x=np.maximum(norm, low), y=part["name"], mode="markers", name=label, customdata=part[["train", "serve"]].to_numpy(),
+                marker={"color": color, "symbol": symbol, "size": 11, "line": {"color": "white", "width": 0.5}},
+                hovertemplate=f"<b>%{{y}}</b>: {label}<br>training: %{{customdata[0]}}<br>serving: %{{customdata[1]}}<extra></extra>",
+            )
+        )  # fmt: skip
+    high = float(np.nanmax(positive, initial=low)) * 2
+    made.update_xaxes(**style.log_ticks(low, high), title={"text": "L2 norm (of the serving side where both have it)"})
+    made.update_yaxes(autorange="reversed", categoryorder="array", categoryarray=names, tickmode="array", tickvals=names, ticktext=[style.text(name) for name in names])
+    return made
+
+
+def compare_params(train: Trace, serve: Trace) -> pd.DataFrame:
+    """Parameters of both sides by canonical name: name, status, train_norm, serve_norm, and both sides in words."""
+    sides = [trace.params.drop_duplicates("canonical_name").set_index("canonical_name") for trace in (train, serve)]
+    names = style.unique([*sides[0].index, *sides[1].index])
+    rows = []
+    for name in names:
+        pair = [side.loc[name] if name in side.index else None for side in sides]
+        rows.append(
+            {
+                "name": str(name), "status": _status(pair),
+                "train_norm": _norm(pair[0]), "serve_norm": _norm(pair[1]),
+                "train": _param_words(pair[0]), "serve": _param_words(pair[1]),
+            }
+        )  # fmt: skip
+    return pd.DataFrame(rows, columns=["name", "status", "train_norm", "serve_norm", "train", "serve"])
+
+
+def _status(pair: list[Any]) -> str:
+    known = [one for one in pair if one is not None]
+    if any(not one["in_checkpoint"] for one in known):
+        return "not loaded"
+    if len(known) < 2:
+        return "one side"
+    if pair[0]["digest"] == pair[1]["digest"]:
+        return "same"
+    alike = abs(pair[0]["norm"] - pair[1]["norm"]) <= 1e-2 * max(pair[0]["norm"], 1e-30)
+    return "dtype" if pair[0]["dtype"] != pair[1]["dtype"] and alike else "differ"
+
+
+def _norm(param: Any) -> float:
+    return float("nan") if param is None else float(param["norm"])
+
+
+def _param_words(param: Any) -> str:
+    if param is None:
+        return "absent"
+    words = f"[{', '.join(str(size) for size in param['shape'])}] {param['dtype']}, norm {style.number(float(param['norm']))}"
+    if param["nonfinite"]:
+        words += f", {param['nonfinite']} not finite"
+    return style.text(words + ("" if param["in_checkpoint"] else ", not in the checkpoint"))
+
+
+def features(diff: Diff, *, train: Trace | None = None, serve: Trace | None = None) -> Any:
+    """Norms of the target's features as each side fed them to the draft, and features that cannot be right.
+
+    Args:
+        diff: a finished diff.
+        train, serve: the traces, if they are no longer where the diff found them.
+
+    Returns:
+        A plotly figure: one panel a side, one line a feature, L2 norm over the rows in (prompt, root) order on a log
+        axis. The subtitle names rows that are all zero, not finite, repeat the row before, or repeat another layer.
+    """
+    go = style.graph_objects()
+    traces = dict(zip(("train", "serve"), open_traces(diff, train, serve), strict=True))
+    sides = {side: feature_statistics(trace) for side, trace in traces.items()}
+    faults = {side: degenerate(found) for side, found in sides.items()}
+    words = "; ".join(f"{side}: {', '.join(found)}" for side, found in faults.items() if found)
+    made = style.figure(
+        "Target features fed to the draft", words or "no row is zero, not finite or a repetition", height=420, meta={"stack": True},
+        grid={"rows": 1, "columns": 2, "pattern": "independent", "xgap": 0.12},
+    )  # fmt: skip
+    for number, (side, found) in enumerate(sides.items(), start=1):
+        axis = "" if number == 1 else "2"
+        for index, (site, statistics) in enumerate(found.items()):
+            norm = statistics.norm
+            columns = style.bins(len(norm))
+            y = [float(np.median(norm[part])) for part in columns]
+            made.add_trace(
+                go.Scatter(
+                    x=[int(part[0]) for part in columns], y=[one if one > 0 else None for one in y], name=site if len(found) > 1 else f"{site} ({side})",
+                    legendgroup=site, showlegend=number == 1 or site not in sides["train"], xaxis=f"x{axis}", yaxis=f"y{axis}", mode="lines",
+                    line={"color": style.STEP_COLORS[index % 7] if len(found) > 1 else style.INK, "width": 1.4},
+                    hovertemplate=f"{site} ({side})<br>row %{{x}}: norm %{{y:.4g}}<extra></extra>",
+                )
+            )  # fmt: skip
+        made.update_layout({f"xaxis{axis}": {"title": {"text": f"{side}: row (prompt by prompt)"}}})
+    norms = np.concatenate([np.zeros(0), *(one.norm[one.norm > 0] for found in sides.values() for one in found.values())])
+    norms = norms if len(norms) else np.ones(1)
+    scale = style.log_ticks(float(norms.min()) / 1.2, float(norms.max()) * 1.2)
+    made.update_layout(yaxis=scale | {"title": {"text": "L2 norm"}}, yaxis2=scale)
+    return made
+
+
+def feature_statistics(trace: Trace) -> dict[str, Statistics]:
+    """Statistics of each feature (`fused` if it has no parts), rows by (prompt, root)."""
+    names = [site for site in trace.sites if site.startswith("target.hidden.")] or ["fused"]
+    found = {}
+    for name in names:
+        if len(data := trace.site_data(name)) != 1:
+            continue
+        keys, every = read_keys(data[0]), read_statistics(data[0])
+        order = np.lexsort((keys.root, keys.prompt_id))
+        found[name] = Statistics(every.norm[order], every.absmax[order], every.mean[order], every.nonfinite[order])
+    return found
+
+
+def degenerate(found: dict[str, Statistics]) -> list[str]:
+    """What cannot be right about some features, in words; told from statistics alone, so at every level."""
+    words = []
+    for name, one in found.items():
+        if count := int(((one.norm == 0) & (one.nonfinite == 0)).sum()):
+            words.append(f"{name} is all zero in {count} of {len(one.norm)} rows")
+        if count := int((one.nonfinite > 0).sum()):
+            words.append(f"{name} is not finite in {count} rows")
+        if count := int(_same(one, one, shift=1)):
+            words.append(f"{name} repeats the row before in {count} rows")
+    names = list(found)
+    for index, name in enumerate(names):
+        for other in names[index + 1 :]:
+            if count := int(_same(found[name], found[other], shift=0)):
+                words.append(f"{name} equals {other} in {count} rows")
+    return words
+
+
+def _same(a: Statistics, b: Statistics, *, shift: int) -> int:
+    if len(a.norm) != len(b.norm) or len(a.norm) <= shift:
+        return 0
+    stop = len(a.norm) - shift
+    equal = [getattr(a, name)[shift:] == getattr(b, name)[:stop] for name in ("norm", "absmax", "mean")]
+    return int((np.logical_and.reduce(equal) & (a.norm[shift:] > 0)).sum())

@@ -1,0 +1,113 @@
+"""A diff as one HTML file that opens offline: the verdict first, then what stands behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import resources
+from string import Template
+from typing import Any
+
+from eagle_trace import __version__
+from eagle_trace.errors import EagleTraceError, UsageError
+from eagle_trace.reader import Trace
+from eagle_trace_analysis import plots
+from eagle_trace_analysis.report import sections
+from eagle_trace_analysis.result import Diff
+from eagle_trace_analysis.rowwise import open_traces
+
+NEEDS_PLOTLY = "the HTML report needs plotly: pip install 'eagle-trace[notebook]'"
+
+
+def require_plotly() -> None:
+    """Find out before a comparison, not after it, that no HTML report can be written.
+
+    Raises:
+        UsageError: plotly is not installed.
+    """
+    try:
+        import plotly  # noqa: F401
+    except ImportError as error:
+        raise UsageError(NEEDS_PLOTLY) from error
+
+
+def render_html(diff: Diff, *, train: Trace | None = None, serve: Trace | None = None) -> str:
+    """The whole report as the text of one HTML file, plotly's script included.
+
+    Args:
+        diff: a finished diff.
+        train, serve: the traces, if they are no longer where the diff found them. A trace that cannot be opened any more
+            costs only the plots that read it.
+
+    Raises:
+        UsageError: plotly is not installed.
+    """
+    require_plotly()
+    from plotly.offline import get_plotlyjs
+
+    holders, data = _figures(diff, train, serve)
+    body = "\n".join(
+        [
+            sections.header(diff, __version__),
+            "<main>",
+            sections.glossary(),
+            sections.first_divergence(diff),
+            sections.causes(diff),
+            holders,
+            sections.sites(diff),
+            sections.rows(diff),
+            sections.provenance(diff),
+            "</main>",
+            f"<footer><div>Written by eagle-trace {sections.e(__version__)}. This file needs no network and loads nothing.</div></footer>",
+        ]
+    )
+    first = diff.first_divergence
+    where = f" at {first.site}, step {first.step}" if first else ""
+    return Template(_asset("report.html")).substitute(
+        title=sections.e(f"{diff.verdict}{where} – eagle-trace"),
+        version=sections.e(__version__),
+        verdict=diff.verdict,
+        css=_asset("report.css"),
+        js=_asset("report.js"),
+        plotly=get_plotlyjs(),
+        body=body,
+        figures=data,
+    )
+
+
+def _asset(name: str) -> str:
+    return (resources.files(__package__) / "assets" / name).read_text(encoding="utf-8")
+
+
+def _figures(diff: Diff, train: Trace | None, serve: Trace | None) -> tuple[str, str]:
+    """Places for the plots, and their data as JSON in scripts that nothing runs."""
+    first = diff.first_divergence
+    step = first.step if first is not None else 0
+    drawn: list[tuple[str, Callable[[], Any]]] = [("ladder", lambda: plots.ladder(diff))]
+    lost = ""
+    try:
+        a, b = open_traces(diff, train, serve)
+    except EagleTraceError as error:
+        lost = f"<p class='note'>Plots that read the traces are left out: {sections.e(error)}</p>"
+    else:
+        drawn += [
+            ("map", lambda: plots.error_map(diff, step=step, train=a, serve=b)),
+            ("logits", lambda: plots.logits(diff, step=step, train=a, serve=b)),
+            ("drafted", lambda: plots.drafted(diff, step=step, train=a, serve=b)),
+            ("accept-length", lambda: plots.accept_length(diff, serve=b)),
+            ("steps", lambda: plots.by_step(diff, train=a, serve=b)),
+            ("weights", lambda: plots.weights(diff, train=a, serve=b)),
+            ("features", lambda: plots.features(diff, train=a, serve=b)),
+        ]
+    if diff.incomparable is not None:
+        drawn = [entry for entry in drawn if entry[0] in ("weights", "features", "accept-length")]
+    holders, data = ["<section id='plots'><h2>Plots</h2><p>Hover for figures; drag to zoom, double-click to zoom out.</p>", lost], []
+    for name, draw in drawn:
+        made = draw()
+        holders.append(f'<div class="plot"><div id="plot-{name}" data-figure="figure-{name}" style="min-height:{int(made.layout.height)}px"></div></div>')
+        data.append(f'<script type="application/json" id="figure-{name}">{_embed(made.to_json())}</script>')
+    return "".join([*holders, "</section>"]), "\n".join(data)
+
+
+def _embed(text: str) -> str:
+    """JSON that no text inside it can break out of its script element with."""
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")

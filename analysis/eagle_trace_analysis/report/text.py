@@ -1,0 +1,262 @@
+"""A diff for people: the answer in the first three lines, then what stands behind it, in 80 columns."""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from eagle_trace_analysis.metrics import IdMetrics, Metrics
+from eagle_trace_analysis.pairs import SKIP_REASONS, Coverage
+from eagle_trace_analysis.result import AcceptLength, Diff, Divergence, SiteResult
+
+WIDTH = 80
+_STYLE = {"agree": "bold green", "diverged": "bold red", "incomparable": "bold yellow", "not compared": "dim"}
+
+
+def render(diff: Diff, *, width: int = WIDTH, color: bool = False, sites: str = "diverged") -> str:
+    """The report as text of at most `width` columns; without `color` it is plain.
+
+    `sites` says what the table lists: ``diverged`` sites, or ``all``.
+    """
+    stream = io.StringIO()
+    console = Console(
+        file=stream, width=width, force_terminal=color, no_color=not color,
+        color_system="standard" if color else None, highlight=False, legacy_windows=False,
+    )  # fmt: skip
+    print_diff(diff, console, sites=sites)
+    return "\n".join(line.rstrip() for line in stream.getvalue().splitlines()) + "\n"
+
+
+def print_diff(diff: Diff, console: Console | None = None, *, sites: str = "diverged") -> None:
+    """Print the report, to standard output unless another console is given; plain and 80 columns wide if it
+    is no terminal.
+    """
+    if console is None:
+        if not sys.stdout.isatty():
+            encoding = sys.stdout.encoding or "utf-8"
+            text = render(diff, sites=sites)
+            # a pipe may be plain ASCII: what it cannot hold is spelled out rather than an error
+            sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))
+            return
+        console = Console(highlight=False)
+    answer = [_printable(line) for line in _answer(diff, console.width)]
+    for line in answer:
+        console.print(_fit(line, console.width), no_wrap=True, soft_wrap=True)
+    cut = [line.plain for line in answer if line.cell_len > console.width]
+    for title, lines in (
+        ("why", _unique([*cut, *_why(diff)])),
+        ("parts here too, independently", [f"{_where(one)}: {one.why}" for one in diff.frontier[1:]]),
+        ("behind it", _behind(diff)),
+        ("not compared", _not_compared(diff)),
+        ("rows", _rows(diff.coverage)),
+        ("benign", [f"{note.name}: {note.text}" for note in diff.benign]),
+        ("notes", [f"{note.name}: {note.text}" for note in diff.notes]),
+        ("accept length", _accept_length(diff.accept_length)),
+        ("tolerance", [diff.tolerance]),
+    ):
+        _section(console, title, lines)
+    if any(result.metrics for result in diff.sites):
+        _print_sites(console, diff, sites)
+
+
+def _print_sites(console: Console, diff: Diff, sites: str) -> None:
+    """The table of sites, and what it leaves out."""
+    chosen = _chosen(diff)
+    listed = [result for result in chosen if sites == "all" or result.verdict == "diverged"]
+    console.print()
+    if listed:
+        console.print(_table(listed))
+    if left := [result.verdict for result in chosen if result not in listed]:
+        counts = [f"{left.count(verdict)} {verdict}" for verdict in ("agree", "not compared") if verdict in left]
+        console.print(Text(f"sites: {' and '.join(counts)} at every step; --sites all lists them", style="dim"))
+
+
+def _answer(diff: Diff, width: int) -> list[Text]:
+    """Three lines: verdict, first divergence with both sides, coverage."""
+    first = diff.first_divergence
+    lines = [Text(diff.verdict, style=_STYLE[diff.verdict])]
+    if diff.incomparable is not None:
+        lines[0].append(": the two traces could not be compared", style="default")
+        lines.append(Text(diff.incomparable))
+    elif first is not None:
+        long = f": train and serve first part at {_where(first)} ({first.kind})"
+        fits = len(diff.verdict) + len(long) <= width
+        lines[0].append(long if fits else f": they part at {_where(first)} ({first.kind})", style="default")
+        lines.append(Text(f"train {_facts(first.train)} | serve {_facts(first.serve)}"))
+    else:
+        compared = [result for result in diff.sites if result.verdict == "agree"]
+        lines[0].append(f": {len(compared)} sites and steps are equal within tolerance", style="default")
+        lines.append(Text(_largest(compared)))
+    coverage = diff.coverage
+    comparable = coverage.matched + coverage.unmatched_serve
+    skipped = sum(coverage.skipped_serve.values())
+    text = f"coverage: {coverage.matched} of {comparable} serve rows have a train row ({coverage.share:.0%})"
+    lines.append(Text(text + (f", {skipped} skipped" if skipped else "")))
+    return lines
+
+
+def _where(one: Divergence) -> str:
+    return f"{one.site}, step {one.step}"
+
+
+def _largest(results: Iterable[SiteResult]) -> str:
+    measured = [(r.metrics.rho_max, r) for r in results if isinstance(r.metrics, Metrics) and r.tolerance]
+    if not measured:
+        return "shapes, tokens and positions are equal; no values were compared"
+    worst, at = max(measured, key=lambda item: item[0])
+    allowed = at.tolerance.allowed["rho_max"] if at.tolerance else 0.0
+    return f"largest error: {worst:.2g} at {at.site}, step {at.step} ({allowed:.2g} allowed)"
+
+
+def _facts(facts: Mapping[str, Any]) -> str:
+    if facts.get("text"):
+        return str(facts["text"])
+    parts = []
+    if facts.get("shape"):
+        parts.append(
+            f"[{', '.join(str(size) for size in facts['shape'])}] {facts.get('dtype') or ''}".rstrip()
+        )
+    parts += [f"{name} {facts[name]:.5g}" for name in ("norm",) if name in facts]
+    if facts.get("nonfinite"):
+        parts.append(f"{facts['nonfinite']} not finite")
+    names = ("token", "position", "draft_id", "target_id")
+    parts += [f"{name} {'-' if facts[name] is None else facts[name]}" for name in names if name in facts]
+    return ", ".join(parts) or "-"
+
+
+def _why(diff: Diff) -> list[str]:
+    if diff.incomparable is not None:
+        return [diff.incomparable]
+    first = diff.first_divergence
+    if first is None:
+        return []
+    lines = [first.why]
+    if first.row is not None:
+        row = first.row
+        path = f", path {list(row.path)}" if row.path else ""
+        lines.append(f"worst row: prompt {row.prompt_key!r} (train {row.prompt_id}), root {row.root}{path}")
+    if "element" in first.train:
+        a, b = first.train["element_value"], first.serve["element_value"]
+        lines.append(
+            f"worst element of it: [{first.train['element']}] {a:.6g} in training, {b:.6g} in serving"
+        )
+    return lines
+
+
+def _behind(diff: Diff) -> list[str]:
+    behind = [result for result in diff.sites if result.verdict == "diverged" and not result.frontier]
+    return [f"{len(behind)} sites and steps that are computed from it differ too"] if behind else []
+
+
+def _not_compared(diff: Diff) -> list[str]:
+    by_reason: dict[str, list[str]] = {}
+    for result in diff.sites:
+        if result.verdict == "not compared" and result.reason is not None:
+            names = by_reason.setdefault(result.reason, [])
+            names.append(f"{result.site} (step {result.step})")
+    return [
+        f"{', '.join(names[:4])}{f' and {len(names) - 4} more' if len(names) > 4 else ''}: {reason}"
+        for reason, names in by_reason.items()
+    ]
+
+
+def _rows(coverage: Coverage) -> list[str]:
+    lines = [
+        f"train {coverage.train_rows}, serve {coverage.serve_rows}, matched {coverage.matched}, "
+        f"unmatched {coverage.unmatched_train} and {coverage.unmatched_serve}"
+    ]
+    for side, skipped in (("train", coverage.skipped_train), ("serve", coverage.skipped_serve)):
+        lines += [f"{count} {side} rows skipped: {SKIP_REASONS[reason]}" for reason, count in skipped.items()]
+    return lines
+
+
+def _accept_length(accept: AcceptLength) -> list[str]:
+    if accept.observed is None:
+        return ["not known: the serve trace holds no verify rounds"]
+    depths = ", ".join(f"{depth}: {share:.0%}" for depth, share in enumerate(accept.by_depth, start=1))
+    lines = [f"{accept.observed:.2f} tokens a round, bonus token included ({accept.rounds} rounds)"]
+    return [*lines, f"accepted by depth {depths}"] if depths else lines
+
+
+def _section(console: Console, title: str, lines: list[str]) -> None:
+    if not lines:
+        return
+    console.print()
+    console.print(Text(title, style="bold"))
+    for line in lines:
+        console.print(Padding(_printable(Text(line)), (0, 0, 0, 2)))
+
+
+def _chosen(diff: Diff) -> list[SiteResult]:
+    """One result a site: the first step at which it diverged, or else the one closest to what is allowed."""
+    chosen: dict[str, SiteResult] = {}
+    for result in diff.sites:
+        known = chosen.get(result.site)
+        if known is None or _rank(result) > _rank(known):
+            chosen[result.site] = result
+    return list(chosen.values())
+
+
+def _table(results: Iterable[SiteResult]) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 1))
+    table.add_column("site", no_wrap=True, max_width=30)
+    for name in ("step", "rows", "median", "max", "allowed"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("verdict", no_wrap=True)
+    for result in results:
+        metrics = result.metrics
+        cells = ["", "", "", ""]
+        if isinstance(metrics, Metrics):
+            allowed = result.tolerance.allowed["rho_max"] if result.tolerance else 0.0
+            cells = [
+                str(metrics.rows),
+                f"{metrics.rho_median:.1e}",
+                f"{metrics.rho_max:.1e}",
+                f"{allowed:.1e}",
+            ]
+        elif isinstance(metrics, IdMetrics):
+            cells = [str(metrics.rows), "", f"{metrics.differing} differ", "0"]
+        verdict = Text(
+            result.verdict + (" *" if result.frontier else ""), style=_STYLE.get(result.verdict, "")
+        )
+        table.add_row(result.site, str(result.step), *cells, verdict)
+    return table
+
+
+def _rank(result: SiteResult) -> tuple[int, float]:
+    if result.verdict == "diverged":
+        return 2, -result.step
+    if result.verdict == "not compared":
+        return 0, 0.0
+    if isinstance(result.metrics, Metrics) and result.tolerance:
+        return 1, result.metrics.rho_max / result.tolerance.allowed["rho_max"]
+    return 1, 0.0
+
+
+def _fit(line: Text, width: int) -> Text:
+    """`line` in `width` columns, with dots where it was cut (`print_diff` says the whole of it again below)."""
+    if line.cell_len > width:
+        line = line.copy()
+        line.truncate(width - 4)
+        line.append(" ...")
+    return line
+
+
+def _printable(line: Text) -> Text:
+    """`line` without characters that steer a terminal: names and paths come from outside."""
+    if line.plain.isprintable():
+        return line
+    shown = line.copy()
+    shown.plain = "".join(one if one.isprintable() else "?" for one in line.plain)
+    return shown
+
+
+def _unique(lines: list[str]) -> list[str]:
+    return list(dict.fromkeys(lines))
