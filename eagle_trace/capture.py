@@ -198,5 +198,6 @@ def row_statistics(values: Array) -> Statistics:
         zeros = np.zeros(len(x_TW))
         return Statistics(zeros, zeros, zeros, nonfinite)
     absmax = np.maximum(x_TW.max(axis=1), -x_TW.min(axis=1)).astype(np.float64)
-    mean = (x_TW @ np.ones(width, dtype=x_TW.dtype)).astype(np.float64) / width
+    # sums, not products with a vector of ones: those wake BLAS's threads, which then spin on the host's cores
+    mean = x_TW.sum(axis=1, dtype=np.float64) / width
     return Statistics(np.sqrt(square), absmax, mean, nonfinite)

@@ -77,6 +77,11 @@ class Trace:
         state = "" if self.sealed else ", unsealed"
         return f"Trace({str(self.path)!r}, {self.side}, {len(self.sites)} sites, level {self.level}{state})"
 
+    def _repr_html_(self) -> str:
+        from eagle_trace.display import trace_html
+
+        return trace_html(self)
+
     @property
     def side(self) -> str:
         """``train`` or ``serve``."""

@@ -6,6 +6,7 @@ Nothing here imports torch: modules and tensors are used through their own metho
 from __future__ import annotations
 
 import functools
+import hashlib
 from collections.abc import Callable
 from importlib.metadata import entry_points
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from eagle_trace.capture import Array
+from eagle_trace.capture import Array, to_float32
 from eagle_trace.errors import UsageError
 
 ENTRY_POINTS = "eagle_trace.recorders"
@@ -33,16 +34,51 @@ def find_recorder(mode: str) -> Callable[..., Any]:
     raise UsageError(f"no recorder for mode {mode!r}; installed: {', '.join(sorted(found.names)) or 'none'}")
 
 
-def to_array(tensor: Any) -> Array:
-    """A private copy of a torch tensor as a contiguous numpy array of the same dtype, on any device.
+def to_array(tensor: Any, *, copy: bool = True) -> Array:
+    """A torch tensor on any device as a contiguous numpy array of the same dtype, a private copy unless told otherwise.
 
     The copy is made at once: fused kernels overwrite their inputs in place, so a reference would change later.
     """
-    copy = tensor.detach().to("cpu", copy=True).contiguous()
-    if str(copy.dtype) == "torch.bfloat16":
+    host = tensor.detach().to("cpu", copy=copy).contiguous()
+    if str(host.dtype) == "torch.bfloat16":
         # numpy has no bfloat16 of its own: pass the bits through int16 (its dtype taken from a tensor, not from torch)
-        return copy.view(copy.new_empty(0).short().dtype).numpy().view(ml_dtypes.bfloat16)  # type: ignore[no-any-return]
-    return copy.numpy()  # type: ignore[no-any-return]
+        return host.view(host.new_empty(0).short().dtype).numpy().view(ml_dtypes.bfloat16)  # type: ignore[no-any-return]
+    return host.numpy()  # type: ignore[no-any-return]
+
+
+def parameter_row(name: str, canonical_name: str, tensor: Any, *, in_checkpoint: bool) -> dict[str, Any]:
+    """A row of params.parquet for a parameter as the host holds it (torch tensor or numpy array, any device).
+
+    The digest is BLAKE2b of the exact bytes, so equal parameters have equal digests on both sides.
+    """
+    array = np.ascontiguousarray(tensor if isinstance(tensor, np.ndarray) else to_array(tensor, copy=False))
+    norm, nonfinite = _norm(array.reshape(-1))
+    return {
+        "name": name,
+        "canonical_name": canonical_name,
+        "shape": list(array.shape),
+        "dtype": str(array.dtype),
+        "digest": hashlib.blake2b(array.reshape(-1).view(np.uint8).data, digest_size=8).hexdigest(),
+        "norm": norm,
+        "nonfinite": nonfinite,
+        "in_checkpoint": in_checkpoint,
+    }
+
+
+def _norm(flat: Array, block: int = 1 << 16) -> tuple[float, int]:
+    """Norm over the finite elements, summed in float64 over blocks, and the count of the others."""
+    square, nonfinite = 0.0, 0
+    for start in range(0, len(flat), block):
+        x = flat[start : start + block]
+        wide = x.astype(np.float64) if x.dtype.kind in "iub" else to_float32(x).astype(np.float64)
+        # einsum, not a dot product: that wakes BLAS's threads, which then spin on the host's cores
+        part = float(np.einsum("i,i->", wide, wide))
+        if not np.isfinite(part):
+            finite = np.isfinite(wide)
+            nonfinite += int((~finite).sum())
+            part = float(np.einsum("i,i->", wide[finite], wide[finite]))
+        square += part
+    return float(np.sqrt(square)), nonfinite
 
 
 def to_rows(tensor: Any) -> Array:

@@ -25,6 +25,7 @@ class _Prompt:
     k: Real
     v: Real
     first: Int
+    calls: NDArray[np.int32]
     later: dict[tuple[int, tuple[int, ...]], int]
 
 
@@ -38,6 +39,8 @@ class View:
         by_root: the window is counted from the root at every step (training masks so) and not from the row.
         stale: step-0 keys of a position are those of the draft step that guessed its token (a cache that was
             not refreshed after the verify round), by (prompt, root): the row that left them there.
+        fresh_in_call: rows of one forward see each other's own keys all the same, as where attention takes the
+            rows of the call itself from memory and only those before it from the cache.
         missing: keys and values of roots that this trace does not hold (a cached prefix), by prompt:
             (keys, values, roots).
     """
@@ -47,6 +50,7 @@ class View:
     window: int | None = None
     by_root: bool = True
     stale: dict[tuple[int, int], tuple[int, tuple[int, ...]]] = field(default_factory=dict)
+    fresh_in_call: bool = True
     missing: dict[int, tuple[Real, Real, Int]] = field(default_factory=dict)
     _prompts: dict[int, _Prompt | None] = field(default_factory=dict)
 
@@ -60,7 +64,7 @@ class View:
         found = [self.recorded.of_prompt(f"{self.layer}.attn.{name}", number) for name in ("k_rope", "v")]
         if found[0] is None or found[1] is None:
             return None
-        (k, keys), (v, others) = found
+        (k, keys), (v, others) = found[0], found[1]
         if len(keys) != len(others) or not np.array_equal(keys.root, others.root):
             return None
         first = np.full(int(keys.root.max(initial=0)) + 1, -1, dtype=np.int64)
@@ -71,10 +75,10 @@ class View:
         paths = keys.paths()
         for row in np.flatnonzero(keys.step > 0):
             later.setdefault((int(keys.root[row]), paths[row]), int(row))
-        return _Prompt(k, v, first, later)
+        return _Prompt(k, v, first, keys.call_id, later)
 
-    def seen(self, prompt: int, root: int, path: tuple[int, ...]) -> Seen:
-        """Keys and values that the row (prompt, root, path) sees."""
+    def seen(self, prompt: int, root: int, path: tuple[int, ...], call: int) -> Seen:
+        """Keys and values that the row (prompt, root, path), computed in a call, sees."""
         held = self.prompt(prompt)
         if held is None or root >= len(held.first):
             return None
@@ -84,7 +88,8 @@ class View:
         index = held.first[low : root + 1].copy()
         for at in range(low, root):
             source = self.stale.get((prompt, at))
-            if source is not None and source in held.later:
+            together = self.fresh_in_call and index[at - low] >= 0 and held.calls[index[at - low]] == call
+            if source is not None and source in held.later and not together:
                 index[at - low] = held.later[source]
         own = [held.later.get((root, path[:step]), -1) for step in range(1, len(path) + 1)]
         index = np.concatenate([index, np.array(own, dtype=np.int64)])
@@ -94,10 +99,10 @@ class View:
             given = self.missing.get(prompt)
             if given is None or lost[-1] > root - low:
                 return None
-            at = np.searchsorted(given[2], lost + low)
-            if (at >= len(given[2])).any() or (given[2][at] != lost + low).any():
+            place = np.searchsorted(given[2], lost + low)
+            if (place >= len(given[2])).any() or (given[2][place] != lost + low).any():
                 return None
-            k[lost], v[lost] = given[0][at], given[1][at]
+            k[lost], v[lost] = given[0][place], given[1][place]
         return k, v
 
 
@@ -111,7 +116,7 @@ def attend(q_TA: Real, rows: Rows, view: View, form: Form) -> tuple[Real, NDArra
     done = np.zeros(len(rows), dtype=np.bool_)
     paths = rows.paths()
     for t in range(len(rows)):
-        found = view.seen(int(rows.prompt_id[t]), int(rows.root[t]), paths[t])
+        found = view.seen(int(rows.prompt_id[t]), int(rows.root[t]), paths[t], int(rows.call_id[t]))
         if found is None:
             continue
         k_NGD, v_NGD = (part.reshape(len(part), form.kv_heads, size) for part in found)

@@ -27,6 +27,7 @@ from eagle_trace_analysis.compare import Compared, compare_statistics, compare_v
 from eagle_trace_analysis.frontier import find_frontier, shape_order
 from eagle_trace_analysis.metrics import IdMetrics, Metrics
 from eagle_trace_analysis.pairs import SKIP_REASONS, Coverage, Pairs
+from eagle_trace_analysis.prediction import predict
 from eagle_trace_analysis.result import Diff, Divergence, Note, SiteResult
 from eagle_trace_analysis.tolerance import Tolerance, Tolerances
 from eagle_trace_analysis.topk import check_topk
@@ -90,9 +91,7 @@ class _Comparison:
         self.benign: list[Note] = []
         self.shapes: tuple[Shapes, Shapes] = (shapes_of(train), shapes_of(serve))
         self.sites = self._known_sites()
-        widths = {
-            site: max(width for width, _ in seen) for side in self.shapes for site, seen in side.items()
-        }
+        widths = {site: max(width for width, _ in seen) for side in self.shapes for site, seen in side.items()}
         self.tolerances = Tolerances(self.sites, train, serve, widths)
         self.alignment: Alignment = align(train, serve)
         self._logit_errors: tuple[NDArray[np.int64], NDArray[np.float64]] = (
@@ -107,9 +106,7 @@ class _Comparison:
             results = self._compare()
         self._add_notes(results)
         frontier = find_frontier(self.sites, results)
-        ordered = self._in_order(
-            {node: replace(result, frontier=node in frontier) for node, result in results.items()}
-        )
+        ordered = self._in_order({node: replace(result, frontier=node in frontier) for node, result in results.items()})
         if reason is None and not frontier:
             reason = self._too_little(minimum_share)
         return Diff(
@@ -117,7 +114,7 @@ class _Comparison:
             coverage=self.alignment.coverage,
             minimum_share=minimum_share,
             incomparable=reason,
-            accept_length=accept_length(self.serve),
+            accept_length=predict(accept_length(self.serve), self.train, self.serve),
             benign=tuple(self.benign),
             notes=tuple(self.notes),
             level=self.level,
@@ -186,9 +183,7 @@ class _Comparison:
                 results |= self._compare_site(site)
         if self.level != "shapes" and not set(TOPK_SITES) & set(faults) and self._both_have(TOPK_SITES[0]):
             wrong = [
-                step
-                for (site, step), result in results.items()
-                if site == "logits" and result.verdict == "diverged"
+                step for (site, step), result in results.items() if site == "logits" and result.verdict == "diverged"
             ]
             results |= check_topk(self.alignment, self._logit_errors, wrong)
         return results
@@ -207,15 +202,9 @@ class _Comparison:
             return {(name, first): SiteResult(name, first, reason=excuses[0])} if excuses else {}
         data = [trace.site_data(name) for trace in (self.train, self.serve)]
         if self.level == "shapes" or not all(data):
-            return {
-                (name, first): SiteResult(name, first, reason="shapes alone were compared (level shapes)")
-            }
+            return {(name, first): SiteResult(name, first, reason="shapes alone were compared (level shapes)")}
         if len({one.width for side in data for one in side}) > 1:
-            return {
-                (name, first): SiteResult(
-                    name, first, reason="its shape changes from call to call on both sides"
-                )
-            }
+            return {(name, first): SiteResult(name, first, reason="its shape changes from call to call on both sides")}
         pairs = self.alignment.pairs(name)
         found: dict[int, Compared] = {}
         if len(pairs):
@@ -228,13 +217,9 @@ class _Comparison:
                 rows = np.concatenate([pairs.train[part.pairs] for part in parts])
                 self._logit_errors = rows, np.concatenate([part.largest_errors for part in parts])
         dtypes = [one.dtype for side in data for one in side]
-        return {
-            (name, step): self._result(name, step, pairs, found.get(step), dtypes) for step in pairs.steps
-        }
+        return {(name, step): self._result(name, step, pairs, found.get(step), dtypes) for step in pairs.steps}
 
-    def _result(
-        self, name: str, step: int, pairs: Pairs, found: Compared | None, dtypes: Sequence[str]
-    ) -> SiteResult:
+    def _result(self, name: str, step: int, pairs: Pairs, found: Compared | None, dtypes: Sequence[str]) -> SiteResult:
         coverage = pairs.coverage(step)
         if found is None:
             return SiteResult(name, step, coverage, reason=_why_no_rows(coverage))
@@ -260,9 +245,7 @@ class _Comparison:
         agreeing = [
             (result.metrics.rho_max, result)
             for result in results.values()
-            if result.verdict == "agree"
-            and isinstance(result.metrics, Metrics)
-            and result.metrics.rho_max > 0
+            if result.verdict == "agree" and isinstance(result.metrics, Metrics) and result.metrics.rho_max > 0
         ]
         if agreeing:
             worst, at = max(agreeing, key=lambda item: item[0])
@@ -277,9 +260,7 @@ class _Comparison:
         excused = sum(r.metrics.excused for r in results.values() if isinstance(r.metrics, IdMetrics))
         if excused:
             self.benign.append(
-                Note(
-                    "tie-flips", f"{excused} rows pick another best id within the margin of the logits' error"
-                )
+                Note("tie-flips", f"{excused} rows pick another best id within the margin of the logits' error")
             )
         for trace in (self.train, self.serve):
             if not trace.sealed:
@@ -290,9 +271,7 @@ class _Comparison:
                     Note("stopped", f"recording of {trace.path} stopped early ({trace.manifest.stopped})")
                 )
         if self.train.manifest.prompts_digest != self.serve.manifest.prompts_digest:
-            self.notes.append(
-                Note("prompts-digest", "the two sides were recorded on different sets of prompts")
-            )
+            self.notes.append(Note("prompts-digest", "the two sides were recorded on different sets of prompts"))
 
 
 def _numeric_divergence(
@@ -356,6 +335,4 @@ def provenance(trace: Trace) -> dict[str, Any]:
         "changes",
         "warnings",
     )
-    return {"path": str(trace.path), "sealed": trace.sealed} | {
-        name: getattr(manifest, name) for name in names
-    }
+    return {"path": str(trace.path), "sealed": trace.sealed} | {name: getattr(manifest, name) for name in names}

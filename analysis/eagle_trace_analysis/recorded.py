@@ -173,7 +173,8 @@ def _prompts(rows: Rows, first: Sequence[int]) -> Int:
     wanted = [int(one) for one in first if one in numbers]
     order = list(dict.fromkeys([*wanted, int(longest[0]), *numbers.tolist()]))
     size = dict(zip(numbers.tolist(), counts.tolist(), strict=True))
-    taken, total = [], 0
+    taken: list[int] = []
+    total = 0
     for prompt in order:
         if taken and total + size[prompt] > PROMPT_ROWS:
             continue

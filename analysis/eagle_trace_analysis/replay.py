@@ -36,7 +36,7 @@ Real = NDArray[Any]
 Node = tuple[str, int]
 
 #: the worst row and the median channel against the median row
-SPREAD = {"rho_median": 1.0, "rho_max": 6.0, "channel_median": 2.0}
+SPREAD = {"rho_median": 1.0, "rho_max": 4.0, "channel_median": 2.0}
 CONTROL_LIMIT = 4.0
 #: roundings of one step beyond those of `Site.roundings`: hosts round between fused operations as they like
 EXTRA_ROUNDINGS = {"norm": 2, "rope": 2, "context": 6}
@@ -82,7 +82,7 @@ class Measured:
     @property
     def ratio(self) -> float:
         """The statistic furthest beyond what is allowed, over what is allowed."""
-        return max(getattr(self, name) / allowed for name, allowed in self.allowed.items())
+        return max(float(getattr(self, name)) / allowed for name, allowed in self.allowed.items())
 
     @property
     def reproduced(self) -> bool:
@@ -137,9 +137,7 @@ class Replay:
         self._last = f"layer.{max(layers, default=0)}"
         self._done: dict[Node, Recomputed | str] = {}
 
-    def varied(
-        self, *, weights: Weights | None = None, view: View | None = None, **form: Any
-    ) -> Replay:
+    def varied(self, *, weights: Weights | None = None, view: View | None = None, **form: Any) -> Replay:
         """The same under another form (fields of `Form`), with other weights, or seeing other keys."""
         changed = replace(self.form, **form)
         return Replay(self.recorded, changed, weights or self.weights, view)

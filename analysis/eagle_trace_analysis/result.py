@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from eagle_trace_analysis.metrics import IdMetrics, Metrics
 from eagle_trace_analysis.pairs import Coverage
 from eagle_trace_analysis.tolerance import Tolerance
+
+if TYPE_CHECKING:
+    from eagle_trace_analysis.diagnose import Diagnosis
 
 Kind = Literal["shape", "presence", "nonfinite", "tokens", "positions", "ids", "values"]
 SiteVerdict = Literal["agree", "diverged", "not compared"]
@@ -123,12 +126,26 @@ class AcceptLength:
         by_depth: of the rounds that proposed a token at depth d = 1, 2, ... and accepted all above it, the
             share that accepted one at depth d.
         by_prompt: mean over the rounds of each prompt, by prompt_key.
+        predicted: what the training-side forward would get on the same tokens (`prediction.py`), counted alike;
+            None if it cannot be said.
+        predicted_by_depth: its shares by depth, conditional like `by_depth`.
+        predicted_rounds: rounds it stands on.
+        predicted_basis: ``walk`` (each round starts where the one before ended) or ``rounds`` (the server's own).
+        undecided: of `predicted_rounds`, those not known at every depth.
+        better, worse: of the server's rounds, those where training would have had more accepted, or fewer.
     """
 
     observed: float | None
     rounds: int = 0
     by_depth: tuple[float, ...] = ()
     by_prompt: Mapping[str, float] = field(default_factory=dict)
+    predicted: float | None = None
+    predicted_by_depth: tuple[float, ...] = ()
+    predicted_rounds: int = 0
+    predicted_basis: str = ""
+    undecided: int = 0
+    better: int = 0
+    worse: int = 0
 
 
 @dataclass(frozen=True)
@@ -146,6 +163,7 @@ class Diff:
         level: level at which the two were compared.
         tolerance: where the tolerances come from.
         traces: provenance of both sides.
+        diagnosis: every cause with its verdict; None if it was not asked for.
     """
 
     sites: tuple[SiteResult, ...]
@@ -158,6 +176,7 @@ class Diff:
     level: str
     tolerance: str
     traces: Mapping[str, Mapping[str, Any]]
+    diagnosis: Diagnosis | None = None
 
     @property
     def captures(self) -> Coverage:
@@ -193,3 +212,8 @@ class Diff:
     def exit_status(self) -> int:
         """0 agree, 1 diverged, 2 could not compare."""
         return {"agree": 0, "diverged": 1, "incomparable": 2}[self.verdict]
+
+    def _repr_html_(self) -> str:
+        from eagle_trace_analysis.report.notebook import diff_html
+
+        return diff_html(self)

@@ -67,7 +67,8 @@ class BestTokens:
     @property
     def agree(self) -> NDArray[np.bool_]:
         """Whether both sides would draft the same token, bool [C] (False where not paired)."""
-        return self.paired & (self.train[:, 0] == self.serve[:, 0])
+        same: NDArray[np.bool_] = self.paired & (self.train[:, 0] == self.serve[:, 0])
+        return same
 
     @property
     def overlap(self) -> Float64:
@@ -97,7 +98,7 @@ class RowFigures:
         return cls(*open_traces(diff, train, serve))
 
     def rows(self, step: int = 0, prompt: str | None = None) -> Rows:
-        """Keys (train side) of all matched draft rows of a step, by prompt and root; of one prompt if its key is given."""
+        """Keys (train side) of all matched draft rows of a step, by prompt and root; `prompt` is a prompt_key."""
         pairs = self.alignment.rows
         keys = pairs.train_keys.take(pairs.train)
         chosen = keys.step == step
@@ -112,8 +113,11 @@ class RowFigures:
         pairs = self.alignment.rows
         return [int(step) for step in np.unique(pairs.train_keys.step[pairs.train])]
 
-    def site(self, site: str, rows: Rows) -> SiteRows | None:
-        """A value site at `rows`; None if there is nothing to compare (absent, another width, no rows kept)."""
+    def site(self, site: str, rows: Rows, *, errors: bool = True) -> SiteRows | None:
+        """A value site at `rows`; None if there is nothing to compare (absent, another width, no rows kept).
+
+        Without `errors` only the norms are read.
+        """
         found = self._selected(site, rows)
         if found is None:
             return None
@@ -122,6 +126,8 @@ class RowFigures:
         out = SiteRows(*(np.full(len(rows), np.nan) for _ in range(3)))
         out.train_norm[column] = y.norm[pairs.train]
         out.serve_norm[column] = x.norm[pairs.serve]
+        if not errors:
+            return out
         if left.has_values and right.has_values:
             out.error[column] = _stream(left, right, pairs).rho
         else:
@@ -146,9 +152,7 @@ class RowFigures:
         pairs = self.alignment.pairs("topk.draft_id")
         column = lookup(pairs.train_keys.take(pairs.train), rows)
         at = np.flatnonzero(column >= 0)
-        sides = [
-            _groups(trace, index[at]) for trace, index in ((self.train, pairs.train), (self.serve, pairs.serve))
-        ]
+        sides = [_groups(trace, index[at]) for trace, index in ((self.train, pairs.train), (self.serve, pairs.serve))]
         made = [np.full((len(rows), ids.shape[1]), -1, dtype=np.int64) for ids in sides]
         for out, ids in zip(made, sides, strict=True):
             out[column[at]] = ids

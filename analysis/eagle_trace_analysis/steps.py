@@ -57,7 +57,8 @@ class Inputs:
             raise NotReplayedError(f"{name} was not recorded")
         rows = self.at if rows is None else rows
         self.present &= (rows >= 0) & found.present[np.maximum(rows, 0)]
-        return found.values[rows]
+        out: Real = found.values[rows]
+        return out
 
     def weight(self, name: str) -> Real:
         """A vector or table, whole."""
@@ -82,7 +83,8 @@ class Inputs:
         weight = self.weight(name)
         if len(weight) != x_TW.shape[-1]:
             raise NotReplayedError(f"{name} has {len(weight)} elements for rows of {x_TW.shape[-1]}")
-        return rms(x_TW, self.form.eps) * (weight + 1 if self.form.norm_offset else weight)
+        out: Real = rms(x_TW, self.form.eps) * (weight + 1 if self.form.norm_offset else weight)
+        return out
 
 
 def rms(x_TW: Real, eps: float) -> Real:

@@ -10,6 +10,7 @@ from typing import Any
 from eagle_trace.reader import Trace
 
 _REPLACEMENT = "�"
+_SHARED = 12
 
 
 class TokenNames:
@@ -64,13 +65,28 @@ class TokenNames:
 
 
 def prompt_names(trace: Trace, length: int = 40) -> dict[int, str]:
-    """What to call each prompt: the beginning of its text, or its key, in at most `length` characters."""
-    names = {}
+    """What to call each prompt: the beginning of its text, or its key, in at most `length` characters.
+
+    What all texts begin with (a system prompt) is left out, since it tells none from another.
+    """
     table = trace.table("prompts").select(["prompt_id", "prompt_key", "text"])
-    for prompt_id, key, text in zip(*(table.column(name).to_pylist() for name in table.column_names), strict=True):
-        words = " ".join(str(text or "").split()) or str(key)
-        names[int(prompt_id)] = words if len(words) <= length else words[: length - 1] + "…"
+    rows = list(zip(*(table.column(name).to_pylist() for name in table.column_names), strict=True))
+    texts = [" ".join(str(text or "").split()) for _, _, text in rows]
+    shared = _common_start(texts)
+    names = {}
+    for (number, key, _), text in zip(rows, texts, strict=True):
+        words = (f"…{text.removeprefix(shared)}" if len(shared) > _SHARED else text) or str(key)
+        names[int(number)] = words if len(words) <= length else words[: length - 1] + "…"
     return names
+
+
+def _common_start(texts: list[str]) -> str:
+    """Whole words that all of several texts begin with."""
+    if len(texts) < 2:
+        return ""
+    first, last = min(texts), max(texts)
+    count = next((at for at, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), min(len(first), len(last)))
+    return first[: first.rfind(" ", 0, count) + 1]
 
 
 def _load(path: Path) -> Any:

@@ -32,25 +32,29 @@ def diff(
     serve: Annotated[Path, typer.Argument(help="Trace of the serving side.", show_default=False)],
     format: Annotated[
         Format,
-        typer.Option(
-            help="text; html: one file with plots, needs --out; json: for programs (docs/diff-json.md)."
-        ),
+        typer.Option(help="text; html: one file with plots, needs --out; json: for programs (docs/diff-json.md)."),
     ] = Format.text,
     sites: Annotated[
         Sites, typer.Option(help="text: sites in the table, those that diverged or all.")
     ] = Sites.diverged,
-    out: Annotated[
-        Path | None, typer.Option(help="Write the report to this file.", show_default=False)
-    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the report to this file.", show_default=False)] = None,
     minimum_share: Annotated[
         float,
-        typer.Option(
-            min=0.0, max=1.0, help="Share of the comparable serve rows that must be matched to agree."
-        ),
+        typer.Option(min=0.0, max=1.0, help="Share of the comparable serve rows that must be matched to agree."),
     ] = 0.5,
-    allow_partial: Annotated[
-        bool, typer.Option("--allow-partial", help="Read what is whole of a trace.")
-    ] = False,
+    diagnose: Annotated[bool, typer.Option("--diagnose/--no-diagnose", help="Look for the cause, too.")] = True,
+    train_draft: Annotated[
+        Path | None,
+        typer.Option(help="Trained draft, if no longer where the train trace says.", show_default=False),
+    ] = None,
+    serve_draft: Annotated[
+        Path | None,
+        typer.Option(help="Deployed draft, if no longer where the serve trace says.", show_default=False),
+    ] = None,
+    target: Annotated[
+        Path | None, typer.Option(help="Target, if no longer where the traces say.", show_default=False)
+    ] = None,
+    allow_partial: Annotated[bool, typer.Option("--allow-partial", help="Read what is whole of a trace.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace --out if it exists.")] = False,
 ) -> None:
     """Compare two traces and name the first place where they part.
@@ -70,7 +74,14 @@ def diff(
             raise UsageError("--format html needs a file to write to: --out report.html")
         require_plotly()
     traces = [open_trace(path, allow_partial=allow_partial) for path in (train, serve)]
+    for folder in (train_draft, serve_draft, target):
+        if folder is not None and not folder.is_dir():
+            raise UsageError(f"{folder} is no folder: give the folder of a checkpoint")
     result = compare(*traces, minimum_share=minimum_share)
+    if diagnose:
+        from eagle_trace_analysis.diagnose import Checkpoints, diagnosed
+
+        result = diagnosed(result, traces[0], traces[1], Checkpoints(train_draft, serve_draft, target))
     if out is not None:
         text = render(result, sites=sites.value)
         if format is Format.html:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Set
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from eagle_trace.capture import to_float32
-from eagle_trace.recorder import to_array
+from eagle_trace.recorder import parameter_row, to_array
 
 #: names older releases and checkpoints use, and their present ones
 LEGACY_NAMES = {
@@ -77,24 +75,7 @@ def loaded_params(model: Any, hot_token_id: Any, stored: Set[str]) -> Iterator[d
             attention = model.model.layers[int(host_name.split("layers.")[1].split(".")[0])].self_attn
         for name, part in _split(host_name, parameter, attention):
             canonical = canonical_name(name)
-            yield _row(host_name, canonical, part, canonical in stored)
+            yield parameter_row(host_name, canonical, part, in_checkpoint=canonical in stored)
     if hot_token_id is not None:
         ids = to_array(hot_token_id)
-        yield _row("hot_token_id", "d2t", ids - np.arange(len(ids)), "d2t" in stored)
-
-
-def _row(host_name: str, canonical: str, tensor: Any, in_checkpoint: bool) -> dict[str, Any]:
-    array = tensor if isinstance(tensor, np.ndarray) else to_array(tensor)
-    is_float = array.dtype.kind not in "iub"
-    values = to_float32(array).reshape(-1) if is_float else array.reshape(-1)
-    finite = np.isfinite(values)
-    return {
-        "name": host_name,
-        "canonical_name": canonical,
-        "shape": list(array.shape),
-        "dtype": str(array.dtype),
-        "digest": hashlib.sha256(np.ascontiguousarray(array).tobytes()).hexdigest()[:16],
-        "norm": float(np.linalg.norm(np.where(finite, values, 0).astype(np.float64))),
-        "nonfinite": int((~finite).sum()),
-        "in_checkpoint": in_checkpoint,
-    }
+        yield parameter_row("hot_token_id", "d2t", ids - np.arange(len(ids)), in_checkpoint="d2t" in stored)

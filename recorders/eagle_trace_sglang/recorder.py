@@ -66,6 +66,7 @@ class ServeRecorder:
         self._lock = threading.Lock()
         self._recording: _Recording | None = None
         self._call: _Call | None = None
+        self._loaded: list[dict[str, Any]] | None = None
 
     @classmethod
     def attach(cls, worker: Any) -> ServeRecorder:
@@ -119,8 +120,7 @@ class ServeRecorder:
 
     def _begin(self, out: str, manifest: Manifest, prompts: dict[str, int], max_bytes: int | None) -> None:
         writer = TraceWriter(Path(out), manifest, max_bytes=max_bytes)
-        stored = checkpoint_names(Path(self._worker.draft_runner.model_config.model_path))
-        for row in loaded_params(self._model, self._worker.hot_token_id, stored.keys()):
+        for row in self._params():
             writer.put_record("params", row)
         with self._lock:
             self._recording = _Recording(writer, RowTracker(prompts))
@@ -129,6 +129,12 @@ class ServeRecorder:
         self._hooks.after(self._model.logits_processor, self._guard(lambda *_: self._close_call()))
         self._watch_branches()
         self._connection.send(("recording",))
+
+    def _params(self) -> list[dict[str, Any]]:
+        if self._loaded is None:  # read once: a server's weights stay what they are
+            stored = checkpoint_names(Path(self._worker.draft_runner.model_config.model_path))
+            self._loaded = list(loaded_params(self._model, self._worker.hot_token_id, stored.keys()))
+        return self._loaded
 
     def _watch_branches(self) -> None:
         from sglang.srt.speculative import eagle_worker_v2

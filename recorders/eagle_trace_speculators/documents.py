@@ -36,12 +36,15 @@ class Document:
         tokens: tokens fed at step 0, int32 [T]: row i is fed x_{i+1}.
         features: rows 0 .. features - 1 start from target features, the rows behind them from zeros.
         roots: for each step the rows to capture, int32, ascending.
+        guesses: for each step the rows of which the best ids alone are kept: what training would draft along
+            the true tokens, where the replayed server drafted something else.
     """
 
     prompt_id: int
     tokens: Int32
     features: int
     roots: tuple[Int32, ...]
+    guesses: tuple[Int32, ...] = ()
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -49,7 +52,8 @@ class Document:
     @property
     def steps(self) -> int:
         """Number of forwards this document needs."""
-        return max((step + 1 for step, roots in enumerate(self.roots) if len(roots)), default=0)
+        both = (*enumerate(self.roots), *enumerate(self.guesses))
+        return max((step + 1 for step, roots in both if len(roots)), default=0)
 
     def path(self, root: int, step: int) -> tuple[int, ...]:
         """Tokens fed at steps 1 .. `step` of row `root`."""
@@ -67,14 +71,18 @@ def teacher_forced(prompt_id: int, token_ids: Sequence[int], features: int, step
     """
     tokens = np.asarray(token_ids[1:], dtype=np.int32)
     features = min(features, len(tokens))
-    roots = tuple(
-        np.arange(max(0, min(features, len(tokens) - step)), dtype=np.int32) for step in range(steps)
-    )
+    roots = tuple(np.arange(max(0, min(features, len(tokens) - step)), dtype=np.int32) for step in range(steps))
     return Document(prompt_id, tokens, features, roots)
 
 
 def replayed(
-    prompt_id: int, token_ids: Sequence[int], features: int, chains: Iterable[Chain]
+    prompt_id: int,
+    token_ids: Sequence[int],
+    features: int,
+    chains: Iterable[Chain],
+    *,
+    guess_from: int | None = None,
+    steps: int = 1,
 ) -> list[Document]:
     """The documents that hold step 0 of every root and every row (root, chain below it), each row in one of
     them.
@@ -84,6 +92,8 @@ def replayed(
         token_ids: x_0 .. x_{n-1}, the true tokens.
         features: number of roots, from 0, that have features; chains below later roots are left out.
         chains: (root, tokens fed at steps 1 .. s), one for every row of step s to capture.
+        guess_from: first root of which to keep the best ids along the true tokens; None for none.
+        steps: number of forwards of those.
 
     Returns:
         The document of the true tokens first, then one for every chain that is no beginning of another.
@@ -99,7 +109,8 @@ def replayed(
             true.setdefault(len(path), []).append(root)
         else:
             other.append((root, path))
-    documents = [Document(prompt_id, tokens, features, _by_step(true))]
+    guesses = _guesses(true, len(tokens), features, guess_from, steps)
+    documents = [Document(prompt_id, tokens, features, _by_step(true), guesses)]
     branch: list[Chain] = []
     for chain, following in zip_longest(other, other[1:]):
         branch.append(chain)
@@ -118,6 +129,19 @@ def replayed(
         )
         branch.clear()
     return documents
+
+
+def _guesses(
+    true: dict[int, list[int]], tokens: int, features: int, first: int | None, steps: int
+) -> tuple[Int32, ...]:
+    """For each step the roots from `first` on whose true tokens reach so far, without those captured anyway."""
+    if first is None:
+        return ()
+    ends = [min(features, tokens - step) for step in range(steps)]
+    return tuple(
+        np.setdiff1d(np.arange(first, max(first, end)), true.get(step, [])).astype(np.int32)
+        for step, end in enumerate(ends)
+    )
 
 
 def _by_step(roots: dict[int, list[int]]) -> tuple[Int32, ...]:
@@ -159,22 +183,24 @@ class Pack:
         """Position of each row in its own document, int32 [T]: the row's root."""
         return np.concatenate([np.arange(len(document), dtype=np.int32) for document in self.documents])
 
-    def index(self, step: int) -> Index:
-        """Rows to capture at a step, as indices into T."""
+    def index(self, step: int, *, guesses: bool = False) -> Index:
+        """Rows to capture at a step (or those of which the best ids alone are kept), as indices into T."""
+        wanted = [document.guesses if guesses else document.roots for document in self.documents]
         return np.concatenate(
             [
-                (document.roots[step] + start if step < len(document.roots) else np.empty(0)).astype(np.intp)
-                for document, start in zip(self.documents, self.starts, strict=True)
+                (roots[step] + start if step < len(roots) else np.empty(0)).astype(np.intp)
+                for roots, start in zip(wanted, self.starts, strict=True)
             ]
         )
 
-    def rows(self, step: int, call_id: int) -> Rows:
+    def rows(self, step: int, call_id: int, *, guesses: bool = False) -> Rows:
         """Keys of the rows `index(step)`, with the token and position their document says they are fed."""
         keys = [
             (document, int(root))
             for document in self.documents
-            if step < len(document.roots)
-            for root in document.roots[step]
+            for roots in [document.guesses if guesses else document.roots]
+            if step < len(roots)
+            for root in roots[step]
         ]
         return Rows.build(
             prompt_id=[document.prompt_id for document, _ in keys],

@@ -84,6 +84,8 @@ class PackRunner:
     Args:
         draft: the loaded draft.
         dtype: on-disk name of the dtype the model computes in.
+
+    `guesses` holds, after a run, the logits of the pack's guesses [rows, V] by step.
     """
 
     def __init__(self, draft: LoadedDraft, dtype: str) -> None:
@@ -94,6 +96,8 @@ class PackRunner:
         self._take: Take | None = None
         self._shapes: Shapes = {}
         self._fed: dict[tuple[int, str], Array] = {}
+        self._guess_index: list[Any] = []
+        self.guesses: dict[int, Array] = {}
 
     def __enter__(self) -> PackRunner:
         try:
@@ -123,6 +127,8 @@ class PackRunner:
         """
         device = self._draft.model.fc.weight.device
         self._index = [torch.from_numpy(pack.index(step)).to(device) for step in range(pack.steps)]
+        guesses = [pack.index(step, guesses=True) for step in range(pack.steps)]
+        self._guess_index, self.guesses = [torch.from_numpy(one).to(device) for one in guesses], {}
         self._take, self._shapes, self._fed = take, {step: [] for step in range(pack.steps)}, {}
         hidden_states = features.to(device=device, dtype=DTYPES[self._dtype])[None]
         with computing_in(self._dtype):
@@ -153,6 +159,8 @@ class PackRunner:
         if integer:
             self._fed[step, site] = rows
             return
+        if site == "logits" and len(self._guess_index[step]):
+            self.guesses[step] = to_array(flat.index_select(0, self._guess_index[step]))
         dtype = str(tensor.dtype).removeprefix("torch.")
         self._shapes[step].append({"site": site, "shape": list(flat.shape), "dtype": dtype})
         self._take(step, site, rows)

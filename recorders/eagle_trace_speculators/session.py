@@ -56,9 +56,7 @@ class Session:
         budget = row_budget(layer.num_attention_heads, self.steps, np.dtype(reference).itemsize)
         packs = list(pack(documents, budget))
         rows = sum(len(roots) for document in documents for roots in document.roots)
-        self.progress(
-            f"draft: {rows} rows in {len(packs)} forwards, {self.steps} steps, {self.dtype} and {reference}"
-        )
+        self.progress(f"draft: {rows} rows in {len(packs)} forwards, {self.steps} steps, {self.dtype} and {reference}")
         floors = Floors(self.dtype, reference)
         upper = replace(self.draft, model=raise_dtype(copy.deepcopy(self.draft.model), reference))
         tasks = {task.prompt_id: task for task in self.tasks}
@@ -76,7 +74,9 @@ class Session:
         count = self.features.count(task)
         if task.chains is None:
             return [teacher_forced(task.prompt_id, task.token_ids, count, self.steps)]
-        return replayed(task.prompt_id, task.token_ids, count, task.chains)
+        # the first root a server drafts from is the prompt's last token
+        first = max(0, int(task.record["num_prompt_tokens"]) - 1)
+        return replayed(task.prompt_id, task.token_ids, count, task.chains, guess_from=first, steps=self.steps)
 
     def _put_tables(self) -> None:
         for task in self.tasks:
@@ -89,9 +89,7 @@ class Session:
                     "it was never loaded, or is damaged"
                 )
 
-    def _record(
-        self, batch: Pack, tasks: dict[int, Task], low: PackRunner, high: PackRunner, floors: Floors
-    ) -> None:
+    def _record(self, batch: Pack, tasks: dict[int, Task], low: PackRunner, high: PackRunner, floors: Floors) -> None:
         captured: dict[tuple[int, str], Array] = {}
 
         def keep(step: int, site: str, rows: Array) -> None:
@@ -117,7 +115,16 @@ class Session:
             if len(rows) and self.writer.manifest.level != "shapes":
                 draft_ids, logits, logprobs = best_ids(captured[step, "logits"], TOPK)
                 self.writer.put_topk(rows, draft_ids, self._target_ids(draft_ids), logits, logprobs)
+            self._put_guesses(batch, step, low.guesses.get(step))
             self._next_call += 1
+
+    def _put_guesses(self, batch: Pack, step: int, logits: Array | None) -> None:
+        """Best ids along the true tokens where the server drafted others: no rows, no values, only these."""
+        if logits is None or self.writer.manifest.level == "shapes":
+            return
+        draft_ids, scores, logprobs = best_ids(logits, 1)
+        rows = batch.rows(step, self._next_call, guesses=True)
+        self.writer.put_topk(rows, draft_ids, self._target_ids(draft_ids), scores, logprobs)
 
     def _fused(self, batch: Pack, tasks: dict[int, Task], *, reference: bool) -> Any:
         """Features of a pack [T, n * G]: each document's own, zeros behind them."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from eagle_trace_analysis.attention import View
+from eagle_trace_analysis.attention import View, attend
 from eagle_trace_analysis.causes.base import (
     RECORD_VALUES,
     Cause,
@@ -23,7 +23,7 @@ from eagle_trace_analysis.metrics import relative_error
 from eagle_trace_analysis.replay import Recomputed, Replay, Replayed
 
 FLAG = "--speculative-draft-window-size"
-MOST_WINDOWS = 96
+MOST_WINDOWS, WINDOW_ROWS = 64, 4
 
 
 def _sites(context: Context) -> list[str]:
@@ -53,8 +53,9 @@ def check_window(context: Context) -> Outcome:
         for window in (served, served + 1 if served else None):
             if window:
                 yield f"a window of {window} tokens", seeing(window)
-        for window in _possible_windows(replay, node):
-            yield f"a window of {window} tokens", seeing(window)
+        fitted = fit_window(replay, node)
+        if fitted is not None:
+            yield f"a window of {fitted} tokens (fitted)", seeing(fitted)
 
     def fix(words: str) -> str:
         if context.form is not None and context.form.window:
@@ -64,20 +65,35 @@ def check_window(context: Context) -> Outcome:
     return counterfactual(context, _sites(context), others, fix)
 
 
-def _possible_windows(replay: Replay, node: Replayed) -> list[int]:
-    """Windows that let the right rows through and cut the wrong ones; found on one wrong row each."""
+def fit_window(replay: Replay, node: Replayed) -> int | None:
+    """The window that comes nearest to the rows furthest off: evenly spaced ones first, then all around the best."""
     found = replay.recompute(node.site, node.step)
-    if not isinstance(found, Recomputed) or node.serve is None:
-        return []
+    if not isinstance(found, Recomputed):
+        return None
     d, y = found.recorded - found.expected, found.expected
-    wrong = relative_error((d * d).sum(axis=1), (y * y).sum(axis=1)) > node.serve.allowed["rho_max"]
-    keys = replay.recorded.keys.take(found.rows)
-    seen = keys.root.astype(np.int64) + 1 + keys.step
-    if not wrong.any() or (seen[wrong].min() <= seen[~wrong].max(initial=0)):
-        # a window cuts every row that is long enough, and no other
-        return []
-    low, high = int(seen[~wrong].max(initial=0)), int(seen[wrong].min()) - 1
-    return list(range(max(low, 1), high + 1))[:MOST_WINDOWS]
+    worst = np.argsort(-relative_error((d * d).sum(axis=1), (y * y).sum(axis=1)))[:WINDOW_ROWS]
+    keys = replay.recorded.keys.take(found.rows[worst])
+    q = replay.recorded.values(node.site.replace("context", "q_rope"))
+    if q is None:
+        return None
+    view = View(replay.recorded, layer=node.site.removesuffix(".attn.context"), by_root=False)
+    errors: dict[int, float] = {}
+
+    def error(window: int) -> float:
+        if window not in errors:
+            view.window = window
+            got, done = attend(q.values[found.rows[worst]], keys, view, replay.form)
+            off = got[done] - found.recorded[worst][done]
+            errors[window] = float((off * off).sum()) if done.any() else float("inf")
+        return errors[window]
+
+    longest = int((keys.root + keys.step).max()) + 1
+    best = min(np.unique(np.linspace(1, longest, MOST_WINDOWS).astype(int)).tolist(), key=error)
+    around = max(1, longest // MOST_WINDOWS)
+    step = max(1, 2 * around // MOST_WINDOWS)
+    near = range(max(1, best - around), min(longest, best + around) + 1, step)
+    found_window: int = min([*near, best], key=error)
+    return found_window
 
 
 def check_refresh(context: Context) -> Outcome:
@@ -88,15 +104,19 @@ def check_refresh(context: Context) -> Outcome:
 
     def other(replay: Replay, _: Replayed) -> Iterator[Hypothesis]:
         stale = left_by_drafts(context)
-        view = View(replay.recorded, window=replay.form.window, stale=stale)
-        yield f"{len(stale)} positions still holding the keys of the draft step that guessed them", replay.varied(view=view)
+        for fresh in (True, False):
+            view = View(replay.recorded, window=replay.form.window, stale=stale, fresh_in_call=fresh)
+            words = f"{len(stale)} positions still holding the keys of the draft step that guessed them"
+            yield words, replay.varied(view=view)
 
     return counterfactual(
         context,
         _sites(context),
         other,
-        lambda _: "the server must run the draft over the accepted tokens after each verify round (draft extend) and "
-        "overwrite their keys and values; update it, or report it",
+        lambda _: (
+            "the server must run the draft over the accepted tokens after each verify round (draft extend) and "
+            "overwrite their keys and values; update it, or report it"
+        ),
     )
 
 
@@ -136,12 +156,14 @@ def check_prefix(context: Context) -> Outcome:
     given = _prefix_of_training(context, missing)
     if len(given) < len(missing):
         return not_tested(
-            f"{len(missing)} prompts start from a cached prefix, whose keys the training side has for {len(given)} only",
+            f"{len(missing)} prompts start from a cached prefix, of which the training side has {len(given)} only",
             "record the training side with --replay on the same prompts",
         )
     site = sites[0]
     fresh = replay.varied(view=View(replay.recorded, window=replay.form.window, missing=given))
-    allowed = 4 * max(replay.allowed(site)["rho_max"], context.control.allowed(site)["rho_max"] if context.control else 0)
+    allowed = 4 * max(
+        replay.allowed(site)["rho_max"], context.control.allowed(site)["rho_max"] if context.control else 0
+    )
     cold, warm = [], []
     for step in replay.recorded.steps:
         found = fresh.recompute(site, step)
@@ -154,11 +176,12 @@ def check_prefix(context: Context) -> Outcome:
     if not warm:
         return not_tested("no row behind a cached prefix could be recomputed", RECORD_VALUES)
     figures = (
-        f"{site} over training's keys for the cached prefix of {len(given)} prompts: error {np.median(warm):.1e} (median of "
-        f"{len(warm)}), other prompts {max(cold, default=0.0):.1e} (worst of {len(cold)}), {allowed:.1e} allowed"
+        f"{site} over training's keys for the cached prefix of {len(given)} prompts: error {np.median(warm):.1e} "
+        f"(median of {len(warm)}), of other prompts {np.median(cold) if cold else 0.0:.1e} ({len(cold)} rows), "
+        f"{allowed:.1e} allowed"
     )
     own_prefix = all(context.agrees(name) for name in context.feature_sites)
-    if np.median(warm) > allowed >= max(cold, default=0.0) and own_prefix:
+    if np.median(warm) > allowed >= (np.median(cold) if cold else 0.0) and own_prefix:
         return confirmed(
             figures, "serve with --disable-radix-cache, or flush the cache when the draft or its settings change", site
         )
@@ -202,7 +225,7 @@ CAUSES = (
     Cause(
         "sliding-window",
         "Accept length falls with the length of the request.",
-        "Attention recomputed over all keys, and over the last w of them for the w that parts right rows from wrong ones.",
+        "Attention recomputed over all keys, and over the last w of them for the w that comes nearest.",
         "Give the server the window of the training (--speculative-draft-window-size), or none.",
         ("layer.0.attn.context",),
         check_window,

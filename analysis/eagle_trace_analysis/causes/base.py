@@ -65,7 +65,9 @@ class Cause:
     check: Callable[[Context], Outcome]
 
 
-RECORD_VALUES = "record both sides with --level values and give the checkpoints (--train-draft, --serve-draft, --target)"
+RECORD_VALUES = (
+    "record both sides with --level values and give the checkpoints (--train-draft, --serve-draft, --target)"
+)
 
 #: a changed replay, with what was changed in words; None stands for a change that cannot be made here
 Hypothesis = tuple[str, Replay | None]
@@ -92,7 +94,10 @@ def counterfactual(
     faulty = [one for one in judged if one.verdict == "faulty" and not context.agrees(one.site, one.step)]
     if not faulty:
         if not judged:
-            why = next((f"{one.site}: {one.reason}" for one in nodes if one.reason), f"there is no {sites[0] if sites else 'such site'}")
+            why = next(
+                (f"{one.site}: {one.reason}" for one in nodes if one.reason),
+                f"there is no {sites[0] if sites else 'such site'}",
+            )
             return not_tested(why, RECORD_VALUES)
         return ruled_out(innocent(judged))
     said = []
@@ -108,7 +113,9 @@ def counterfactual(
                 continue
             worst = max(measured, key=lambda one: one.ratio)
             if worst.reproduced:
-                evidence = f"{site}, step {mine[0].step}: as trained {_figures(mine[0])}; with {words} {worst.against()}"
+                evidence = (
+                    f"{site}, step {mine[0].step}: as trained {_figures(mine[0])}; with {words} {worst.against()}"
+                )
                 return confirmed(evidence, fix(words), site)
             if best is None or worst.ratio < best[1].ratio:
                 best = words, worst

@@ -68,6 +68,13 @@ def _trained_offsets(context: Context) -> Int | None:
 
 def _start(context: Context) -> tuple[_Map, Outcome | None]:
     found = _Map(context)
+    sizes = [
+        max((width for width, _ in trace.shapes.get("logits", ())), default=0)
+        for trace in (context.train, context.serve)
+    ]
+    if 0 < sizes[0] != sizes[1] > 0:
+        why = f"draft ids are not the same on both sides: {sizes[0]:,} in training, {sizes[1]:,} in serving"
+        return found, not_tested(why, "mend the head first (lm-head-from-target) and record again")
     if found.problem is not None:
         return found, not_tested(found.problem, "record both sides at level stats or above")
     if found.equal == len(found.ids):

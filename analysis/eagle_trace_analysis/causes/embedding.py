@@ -19,7 +19,9 @@ def own_embedding(context: Context) -> tuple[bool | None, str]:
         return (False, "the draft ships no embedding") if draft else (None, "there is no trained checkpoint")
     if theirs is None or not (own.is_float and theirs.is_float) or own.shape != theirs.shape:
         trains = context.trained.get("embed_requires_grad")
-        return (None if trains is None else bool(trains)), f"embed_requires_grad {str(bool(trains)).lower()} in training"
+        return (
+            None if trains is None else bool(trains)
+        ), f"embed_requires_grad {str(bool(trains)).lower()} in training"
     equal, of, error = same_rows(own, theirs, lambda rows: rows)
     return equal < of, f"{equal:,} of {of:,} rows of the draft's embedding equal its target's (relative L2 {error:.1e})"
 

@@ -68,7 +68,9 @@ def _check(context: Context, *, tied: bool, flagged: bool) -> Outcome:
     setting = "tie_word_embeddings is on" if tied else "draft_vocab_size is not set"
     if head is None:
         if not flagged:
-            return ruled_out(f"{setting.replace(' is on', ' is off').replace('is not set', 'is set')} in the deployed config")
+            return ruled_out(
+                f"{setting.replace(' is on', ' is off').replace('is not set', 'is set')} in the deployed config"
+            )
         return not_tested(f"{setting}, and the target's weights are not there", "give --target with weights")
     found = _with_head(context, head)
     if found is None:

@@ -28,8 +28,9 @@ def check_residual(context: Context) -> Outcome:
     def other(replay: Replay, _: Replayed) -> Iterator[Hypothesis]:
         flag = not replay.form.norm_before_residual
         name = "hidden_norm(hidden)" if flag else "hidden"
-        yield f"residual = {name} + attention (norm_before_residual {str(flag).lower()})", replay.varied(
-            norm_before_residual=flag
+        yield (
+            f"residual = {name} + attention (norm_before_residual {str(flag).lower()})",
+            replay.varied(norm_before_residual=flag),
         )
 
     return counterfactual(
@@ -53,11 +54,11 @@ def check_features_norm(context: Context) -> Outcome:
         ones |= {f"fc_norm.{k}.weight": np.ones(form.target_width) for k in range(width // max(1, form.target_width))}
         for whole, each in ((False, False), (True, False), (False, True)):
             words = "no norm" if not (whole or each) else "norm_before_fc" if whole else "fc_norm"
-            changes = {"norm_before_fc": whole, "fc_norm": each}
             if (whole, each) != (form.norm_before_fc, form.fc_norm):
-                yield f"{words} before fc", replay.varied(**changes)
+                yield f"{words} before fc", replay.varied(norm_before_fc=whole, fc_norm=each)
             if whole or each:
-                yield f"{words} before fc with weights of 1", replay.varied(weights=weights.replaced(ones), **changes)
+                changed = replay.varied(weights=weights.replaced(ones), norm_before_fc=whole, fc_norm=each)
+                yield f"{words} before fc with weights of 1", changed
 
     return counterfactual(
         context, ["fc.in"], others, lambda _: context.fix("fc-norm", "set norm_before_fc and fc_norm as trained")
@@ -71,9 +72,7 @@ def check_carry(context: Context) -> Outcome:
         flag = not replay.form.norm_output
         yield f"norm_output {str(flag).lower()}", replay.varied(norm_output=flag)
 
-    return counterfactual(
-        context, ["carry"], other, lambda _: context.fix("norm-output", "set norm_output as trained")
-    )
+    return counterfactual(context, ["carry"], other, lambda _: context.fix("norm-output", "set norm_output as trained"))
 
 
 def check_eps(context: Context) -> Outcome:
@@ -87,9 +86,7 @@ def check_eps(context: Context) -> Outcome:
         if fitted is not None:
             yield f"rms_norm_eps {fitted:.3g} (fitted)", replay.varied(eps=fitted)
 
-    return counterfactual(
-        context, _norm_sites(context), others, lambda _: context.fix("norm-eps", _eps_fix(context))
-    )
+    return counterfactual(context, _norm_sites(context), others, lambda _: context.fix("norm-eps", _eps_fix(context)))
 
 
 def _eps_fix(context: Context) -> str:
@@ -108,8 +105,12 @@ def fit_eps(replay: Replay, site: str, step: int) -> float | None:
         return None
     # under eps 0 the output is w x / sqrt(m); under eps e it is smaller by sqrt(m / (m + e))
     with np.errstate(divide="ignore", invalid="ignore"):
-        shrink = np.einsum("tc,tc->t", found.recorded, bare.expected) / np.einsum("tc,tc->t", bare.expected, bare.expected)
-        known = np.einsum("tc,tc->t", found.expected, bare.expected) / np.einsum("tc,tc->t", bare.expected, bare.expected)
+        shrink = np.einsum("tc,tc->t", found.recorded, bare.expected) / np.einsum(
+            "tc,tc->t", bare.expected, bare.expected
+        )
+        known = np.einsum("tc,tc->t", found.expected, bare.expected) / np.einsum(
+            "tc,tc->t", bare.expected, bare.expected
+        )
         # known = sqrt(m / (m + eps0)) gives m; shrink then gives eps
         mean = replay.form.eps * known**2 / (1 - known**2)
         eps = mean * (1 / shrink**2 - 1)
@@ -129,7 +130,9 @@ def check_offset(context: Context) -> Outcome:
         context,
         _norm_sites(context),
         other,
-        lambda _: "serve the draft with the norm it was trained with: store w so that both sides scale by the same numbers",
+        lambda _: (
+            "serve the draft with the norm it was trained with: store w so that both sides scale by the same numbers"
+        ),
     )
 
 

@@ -30,7 +30,9 @@ def check_order(context: Context) -> Outcome:
     sites = context.layer_sites(*(f"attn.{part}" for part in PARTS))
     judged = [one for one in context.nodes(sites) if one.serve is not None]
     if context.replay is None or not judged:
-        return not_tested(context.no_replay if context.replay is None else "no queries could be recomputed", RECORD_VALUES)
+        return not_tested(
+            context.no_replay if context.replay is None else "no queries could be recomputed", RECORD_VALUES
+        )
     faulty = [one for one in judged if one.verdict == "faulty" and not context.agrees(one.site, one.step)]
     if not faulty:
         return ruled_out(innocent(judged))
@@ -38,7 +40,9 @@ def check_order(context: Context) -> Outcome:
     found = [context.replay.recompute(f"{layer}.attn.{part}", step) for part in PARTS]
     parts = [one for one in found if isinstance(one, Recomputed)]
     if len(parts) < len(PARTS) or any(one.expected.shape[1] >= CHANNELS for one in parts[1:]):
-        return not_tested(f"{faulty[0].site} differs, but only a sample of its channels was recomputed", "compare the weights")
+        return not_tested(
+            f"{faulty[0].site} differs, but only a sample of its channels was recomputed", "compare the weights"
+        )
     expected, recorded = (
         np.concatenate([getattr(one, name)[:ROWS] for one in parts], axis=1) for name in ("expected", "recorded")
     )
@@ -49,13 +53,14 @@ def check_order(context: Context) -> Outcome:
     if len(np.unique(place)) == len(place) and exact <= 64 * allowed and float(np.median(error)) <= allowed:
         size = context.replay.form.head_dim
         evidence = (
-            f"{faulty[0].site}: each of {len(place)} channels of q, k and v is a trained one, {moved} of them at another place "
-            f"(channel error {np.median(error):.1e}, {allowed:.1e} allowed){_heads(place, size)}"
+            f"{faulty[0].site}: each of {len(place)} channels of q, k and v is a trained one, {moved} at another "
+            f"place (channel error {np.median(error):.1e}, {allowed:.1e} allowed){_heads(place, size)}"
         )
         fix = context.fix("head-shape", "store q, k and v in the engine's order, head by head")
         return confirmed(evidence, fix, faulty[0].site)
     return ruled_out(
-        f"{faulty[0].site} differs, and its channels are no rearrangement of the trained ones (nearest: {np.median(error):.1e})"
+        f"{faulty[0].site} differs, and its channels are no rearrangement of the trained ones "
+        f"(nearest: {np.median(error):.1e})"
     )
 
 

@@ -78,7 +78,10 @@ def check_layout(context: Context) -> Outcome:
     def others(replay: Replay, _: Replayed) -> Iterator[Hypothesis]:
         rope = replay.form.rope
         flipped = replace(rope, interleaved=not rope.interleaved)
-        yield ("neighbouring elements rotated" if flipped.interleaved else "halves rotated"), replay.varied(rope=flipped)
+        yield (
+            ("neighbouring elements rotated" if flipped.interleaved else "halves rotated"),
+            replay.varied(rope=flipped),
+        )
         for share in (1.0, 0.5, 0.25, 0.75):
             if share != rope.partial:
                 yield f"{share:g} of each head rotated", replay.varied(rope=replace(rope, partial=share))
@@ -87,7 +90,9 @@ def check_layout(context: Context) -> Outcome:
         context,
         _sites(context),
         others,
-        lambda words: f"the server has {words}: serve with the layout of the training, or permute q and k weights for it",
+        lambda words: (
+            f"the server has {words}: serve with the layout of the training, or permute q and k weights for it"
+        ),
     )
 
 
@@ -101,7 +106,9 @@ def check_reach(context: Context) -> Outcome:
         return ruled_out(f"the largest position served is {longest}, the deployed limit {int(limit):,}")
     replay = context.replay
     if replay is None:
-        return not_tested(f"positions up to {longest} pass the deployed limit {limit}; {context.no_replay}", RECORD_VALUES)
+        return not_tested(
+            f"positions up to {longest} pass the deployed limit {limit}; {context.no_replay}", RECORD_VALUES
+        )
     inside: list[float] = []
     outside: list[float] = []
     allowed = 0.0
@@ -131,7 +138,7 @@ CAUSES = (
     Cause(
         "rope-theta",
         "Slightly to very low accept length; queries are equal before the rotation.",
-        "The rotation recomputed with the deployed theta or scaling, and with the theta that recorded q and q_rope show.",
+        "The rotation recomputed with the deployed theta or scaling, and with the theta that q and q_rope show.",
         "Copy the rope parameters of the training config into the deployed one.",
         ("layer.0.attn.q_rope", "layer.0.attn.k_rope"),
         check_theta,
@@ -149,7 +156,7 @@ CAUSES = (
         "Fine on short requests, collapses past a length.",
         "The rotation recomputed row by row: right below the deployed max_position_embeddings, wrong from it on.",
         "Raise max_position_embeddings to the target's.",
-        ("layer.0.attn.q_rope",),
+        ("layer.0.attn.q_rope", "layer.0.attn.k_rope"),
         check_reach,
     ),
 )

@@ -17,8 +17,7 @@ def accept_length(diff: Diff, *, serve: Trace | None = None) -> Any:
 
     Args:
         diff: a finished diff.
-        serve: the serve trace, if it is no longer where the diff found it (for the prompts' texts; without it their keys
-            stand there).
+        serve: the serve trace, if it is no longer where the diff found it (only for the prompts' texts).
 
     Returns:
         A plotly figure of two panels: of the rounds that accepted all above a depth, the share (percent) that accepted
@@ -27,51 +26,56 @@ def accept_length(diff: Diff, *, serve: Trace | None = None) -> Any:
     """
     go = style.graph_objects()
     accept = diff.accept_length
-    predicted = predicted_accept_length(diff)
     made = style.figure(
-        "Accept length", _subtitle(diff), height=420, barmode="group", meta={"stack": True},
-    )  # fmt: skip
+        "Accept length",
+        _subtitle(diff),
+        height=420,
+        barmode="group",
+        meta={"stack": True},
+    )
     if accept.observed is None:
         return style.say(made, "not known: the serve trace holds no verify rounds")
     shares = [("observed", style.SERVE, accept.by_depth)]
-    if predicted is not None and predicted[1]:
-        shares.append(("predicted by the training side", style.TRAIN, predicted[1]))
+    if accept.predicted_by_depth:
+        shares.append(("predicted by the training forward", style.TRAIN, accept.predicted_by_depth))
     for name, color, by_depth in shares:
         made.add_trace(
             go.Bar(
-                x=[f"{depth}" for depth in range(1, len(by_depth) + 1)], y=[100 * share for share in by_depth], name=name,
+                x=[f"{depth}" for depth in range(1, len(by_depth) + 1)],
+                y=[100 * share for share in by_depth],
+                name=name,
                 marker={"color": color, "line": {"color": style.INK, "width": 0.6}},
-                text=[f"{share:.0%}" for share in by_depth], textposition="outside", cliponaxis=False,
+                text=[f"{share:.0%}" for share in by_depth],
+                textposition="outside",
+                cliponaxis=False,
                 hovertemplate=f"depth %{{x}}: %{{y:.1f}} % accepted ({name})<extra></extra>",
             )
-        )  # fmt: skip
+        )
     _add_prompts(made, diff, _names(diff, serve))
     made.update_layout(
         xaxis={"title": {"text": "depth of the draft token"}, "type": "category", "domain": [0, 0.42]},
-        yaxis={"title": {"text": "accepted (% of rounds that got there)"}, "range": [0, 112], "tickvals": [0, 25, 50, 75, 100]},
-        xaxis2={"title": {"text": "accept length by prompt (tokens a round)"}, "rangemode": "tozero", "domain": [0.62, 1], "anchor": "y2"},
+        yaxis={
+            "title": {"text": "accepted (% of rounds that got there)"},
+            "range": [0, 112],
+            "tickvals": [0, 25, 50, 75, 100],
+        },
+        xaxis2={
+            "title": {"text": "accept length by prompt (tokens a round)"},
+            "rangemode": "tozero",
+            "domain": [0.62, 1],
+            "anchor": "y2",
+        },
         yaxis2={"autorange": "reversed", "anchor": "x2", "tickfont": {"size": 11}},
     )
     return made
 
 
-def predicted_accept_length(diff: Diff) -> tuple[float, tuple[float, ...]] | None:
-    """Accept length that the training-side forward predicts, and its shares by depth; None if the diff holds none."""
-    predicted = getattr(diff, "predicted", None) or getattr(diff.accept_length, "predicted", None)
-    if predicted is None:
-        return None
-    if isinstance(predicted, int | float):
-        return float(predicted), tuple(getattr(diff.accept_length, "predicted_by_depth", ()) or ())
-    length = getattr(predicted, "length", getattr(predicted, "observed", None))
-    return None if length is None else (float(length), tuple(getattr(predicted, "by_depth", ()) or ()))
-
-
 def _subtitle(diff: Diff) -> str:
-    accept, predicted = diff.accept_length, predicted_accept_length(diff)
+    accept = diff.accept_length
     if accept.observed is None:
         return "tokens committed a verify round, bonus token included"
-    words = f"{accept.observed:.2f} tokens a verify round over {accept.rounds} rounds, bonus token included (1.00: no draft token accepted)"
-    return words + (f"; the training side predicts {predicted[0]:.2f}" if predicted else "")
+    words = f"{accept.observed:.2f} tokens a verify round, bonus token included, over {accept.rounds} rounds"
+    return words + (f"; the training forward predicts {accept.predicted:.2f}" if accept.predicted is not None else "")
 
 
 def _names(diff: Diff, serve: Trace | None) -> dict[str, str]:
@@ -79,7 +83,10 @@ def _names(diff: Diff, serve: Trace | None) -> dict[str, str]:
     try:
         trace = serve or open_trace(Path(str(diff.traces["serve"]["path"])), allow_partial=True)
         names = prompt_names(trace, 24)
-        return {str(key): names[number] for number, key in zip(trace.prompts["prompt_id"], trace.prompts["prompt_key"], strict=True)}
+        return {
+            str(key): names[number]
+            for number, key in zip(trace.prompts["prompt_id"], trace.prompts["prompt_key"], strict=True)
+        }
     except TraceError:
         return {}
 
@@ -93,13 +100,24 @@ def _add_prompts(made: Any, diff: Diff, names: dict[str, str]) -> None:
     made.update_layout(yaxis2={"tickmode": "array", "tickvals": list(range(len(shown))), "ticktext": labels})
     made.add_trace(
         go.Scatter(
-            x=[value for _, value in shown], y=list(range(len(shown))), xaxis="x2", yaxis="y2",
-            mode="markers", marker={"color": style.SERVE, "size": 10, "line": {"color": style.INK, "width": 0.6}}, showlegend=False,
+            x=[value for _, value in shown],
+            y=list(range(len(shown))),
+            xaxis="x2",
+            yaxis="y2",
+            mode="markers",
+            marker={"color": style.SERVE, "size": 10, "line": {"color": style.INK, "width": 0.6}},
+            showlegend=False,
             hovertemplate="%{y}: %{x:.2f} tokens a round<extra></extra>",
         )
-    )  # fmt: skip
+    )
     if diff.accept_length.observed is not None:
         made.add_shape(
-            type="line", x0=diff.accept_length.observed, x1=diff.accept_length.observed, y0=0, y1=1, xref="x2", yref="y2 domain",
+            type="line",
+            x0=diff.accept_length.observed,
+            x1=diff.accept_length.observed,
+            y0=0,
+            y1=1,
+            xref="x2",
+            yref="y2 domain",
             line={"color": style.MUTED, "dash": "dash", "width": 1},
-        )  # fmt: skip
+        )

@@ -40,7 +40,9 @@ def weights(diff: Diff, *, train: Trace | None = None, serve: Trace | None = Non
     table = compare_params(*open_traces(diff, train, serve))
     counts = table["status"].value_counts()
     words = ", ".join(f"{counts[name]} {_STATUS[name][0]}" for name in _STATUS if name in counts)
-    made = style.figure("Weights as loaded", words or "no parameters were recorded", height=170 + 22 * max(4, len(table)))
+    made = style.figure(
+        "Weights as loaded", words or "no parameters were recorded", height=170 + 22 * max(4, len(table))
+    )
     if table.empty:
         return style.say(made, "no parameters were recorded")
     names = table["name"].tolist()
@@ -53,14 +55,26 @@ def weights(diff: Diff, *, train: Trace | None = None, serve: Trace | None = Non
         norm = part["serve_norm"].fillna(part["train_norm"]).to_numpy(dtype=float)
         made.add_trace(
             go.Scatter(
-                x=np.maximum(norm, low), y=part["name"], mode="markers", name=label, customdata=part[["train", "serve"]].to_numpy(),
+                x=np.maximum(norm, low),
+                y=part["name"],
+                mode="markers",
+                name=label,
+                customdata=part[["train", "serve"]].to_numpy(),
                 marker={"color": color, "symbol": symbol, "size": 11, "line": {"color": "white", "width": 0.5}},
-                hovertemplate=f"<b>%{{y}}</b>: {label}<br>training: %{{customdata[0]}}<br>serving: %{{customdata[1]}}<extra></extra>",
+                hovertemplate=f"<b>%{{y}}</b>: {label}<br>training: %{{customdata[0]}}"
+                "<br>serving: %{customdata[1]}<extra></extra>",
             )
-        )  # fmt: skip
+        )
     high = float(np.nanmax(positive, initial=low)) * 2
     made.update_xaxes(**style.log_ticks(low, high), title={"text": "L2 norm (of the serving side where both have it)"})
-    made.update_yaxes(autorange="reversed", categoryorder="array", categoryarray=names, tickmode="array", tickvals=names, ticktext=[style.text(name) for name in names])
+    made.update_yaxes(
+        autorange="reversed",
+        categoryorder="array",
+        categoryarray=names,
+        tickmode="array",
+        tickvals=names,
+        ticktext=[style.text(name) for name in names],
+    )
     return made
 
 
@@ -73,11 +87,14 @@ def compare_params(train: Trace, serve: Trace) -> pd.DataFrame:
         pair = [side.loc[name] if name in side.index else None for side in sides]
         rows.append(
             {
-                "name": str(name), "status": _status(pair),
-                "train_norm": _norm(pair[0]), "serve_norm": _norm(pair[1]),
-                "train": _param_words(pair[0]), "serve": _param_words(pair[1]),
+                "name": str(name),
+                "status": _status(pair),
+                "train_norm": _norm(pair[0]),
+                "serve_norm": _norm(pair[1]),
+                "train": _param_words(pair[0]),
+                "serve": _param_words(pair[1]),
             }
-        )  # fmt: skip
+        )
     return pd.DataFrame(rows, columns=["name", "status", "train_norm", "serve_norm", "train", "serve"])
 
 
@@ -100,7 +117,8 @@ def _norm(param: Any) -> float:
 def _param_words(param: Any) -> str:
     if param is None:
         return "absent"
-    words = f"[{', '.join(str(size) for size in param['shape'])}] {param['dtype']}, norm {style.number(float(param['norm']))}"
+    shape = ", ".join(str(size) for size in param["shape"])
+    words = f"[{shape}] {param['dtype']}, norm {style.number(float(param['norm']))}"
     if param["nonfinite"]:
         words += f", {param['nonfinite']} not finite"
     return style.text(words + ("" if param["in_checkpoint"] else ", not in the checkpoint"))
@@ -123,9 +141,12 @@ def features(diff: Diff, *, train: Trace | None = None, serve: Trace | None = No
     faults = {side: degenerate(found) for side, found in sides.items()}
     words = "; ".join(f"{side}: {', '.join(found)}" for side, found in faults.items() if found)
     made = style.figure(
-        "Target features fed to the draft", words or "no row is zero, not finite or a repetition", height=420, meta={"stack": True},
+        "Target features fed to the draft",
+        words or "no row is zero, not finite or a repetition",
+        height=420,
+        meta={"stack": True},
         grid={"rows": 1, "columns": 2, "pattern": "independent", "xgap": 0.12},
-    )  # fmt: skip
+    )
     for number, (side, found) in enumerate(sides.items(), start=1):
         axis = "" if number == 1 else "2"
         for index, (site, statistics) in enumerate(found.items()):
@@ -134,14 +155,22 @@ def features(diff: Diff, *, train: Trace | None = None, serve: Trace | None = No
             y = [float(np.median(norm[part])) for part in columns]
             made.add_trace(
                 go.Scatter(
-                    x=[int(part[0]) for part in columns], y=[one if one > 0 else None for one in y], name=site if len(found) > 1 else f"{site} ({side})",
-                    legendgroup=site, showlegend=number == 1 or site not in sides["train"], xaxis=f"x{axis}", yaxis=f"y{axis}", mode="lines",
+                    x=[int(part[0]) for part in columns],
+                    y=[one if one > 0 else None for one in y],
+                    name=site if len(found) > 1 else f"{site} ({side})",
+                    legendgroup=site,
+                    showlegend=number == 1 or site not in sides["train"],
+                    xaxis=f"x{axis}",
+                    yaxis=f"y{axis}",
+                    mode="lines",
                     line={"color": style.STEP_COLORS[index % 7] if len(found) > 1 else style.INK, "width": 1.4},
                     hovertemplate=f"{site} ({side})<br>row %{{x}}: norm %{{y:.4g}}<extra></extra>",
                 )
-            )  # fmt: skip
+            )
         made.update_layout({f"xaxis{axis}": {"title": {"text": f"{side}: row (prompt by prompt)"}}})
-    norms = np.concatenate([np.zeros(0), *(one.norm[one.norm > 0] for found in sides.values() for one in found.values())])
+    norms = np.concatenate(
+        [np.zeros(0), *(one.norm[one.norm > 0] for found in sides.values() for one in found.values())]
+    )
     norms = norms if len(norms) else np.ones(1)
     scale = style.log_ticks(float(norms.min()) / 1.2, float(norms.max()) * 1.2)
     made.update_layout(yaxis=scale | {"title": {"text": "L2 norm"}}, yaxis2=scale)

@@ -34,7 +34,9 @@ def ladder(diff: Diff, statistic: str = "rho_max") -> Any:
     sites = style.forward_order(result.site for result in diff.sites)
     row = 22 if len(sites) <= 40 else 15
     made = style.figure(
-        "Where the two sides part: error at every site, in forward order", _subtitle(diff), height=150 + row * max(4, len(sites))
+        "Where the two sides part: error at every site, in forward order",
+        _subtitle(diff),
+        height=150 + row * max(4, len(sites)),
     )
     if not any(result.metrics or result.divergence for result in diff.sites):
         return style.say(made, diff.incomparable or "no site was compared")
@@ -43,18 +45,26 @@ def ladder(diff: Diff, statistic: str = "rho_max") -> Any:
     for number, step in enumerate(sorted({result.step for result in diff.sites})):
         results = [result for result in diff.sites if result.step == step]
         _add_step(made, results, step, number, statistic, low, high)
-    _mark_first(made, diff)
+    _mark_first(made, diff, statistic, low, high)
     axis = style.log_ticks(low / 1.4, high * 1.4)
-    ticks = [(low, "0"), *((at, label) for at, label in zip(axis["tickvals"], axis["ticktext"], strict=True) if at > 2.5 * low)]
+    ticks = [
+        (low, "0"),
+        *((at, label) for at, label in zip(axis["tickvals"], axis["ticktext"], strict=True) if at > 2.5 * low),
+    ]
     axis |= {"tickvals": [at for at, _ in ticks], "ticktext": [label for _, label in ticks]}
     made.update_xaxes(
         **axis,
         title={"text": f"{_STATISTICS[statistic]} (serve against train, no unit)"},
     )
     made.update_yaxes(
-        categoryorder="array", categoryarray=sites[::-1], range=[-0.6, len(sites) - 0.4], tickmode="array", tickvals=sites,
-        ticktext=[style.text(name) for name in sites], tickfont={"size": 11 if row > 16 else 9},
-    )  # fmt: skip
+        categoryorder="array",
+        categoryarray=sites[::-1],
+        range=[-0.6, len(sites) - 0.4],
+        tickmode="array",
+        tickvals=sites,
+        ticktext=[_tick(name, diff) for name in sites],
+        tickfont={"size": 11 if row > 16 else 9},
+    )
     return made
 
 
@@ -65,6 +75,11 @@ def _subtitle(diff: Diff) -> str:
     if first is None:
         return "the sides agree: every error lies inside the tolerance (green)"
     return f"first divergence at {first.site}, step {first.step} ({first.kind}); green is what rounding may do"
+
+
+def _tick(name: str, diff: Diff) -> str:
+    first = diff.first_divergence
+    return f"<b>▸ {style.text(name)}</b>" if first is not None and first.site == name else style.text(name)
 
 
 def _figure(result: SiteResult, statistic: str) -> float | None:
@@ -81,7 +96,8 @@ def _figure(result: SiteResult, statistic: str) -> float | None:
 def _limits(diff: Diff, statistic: str) -> tuple[float, float]:
     values = [value for result in diff.sites if (value := _figure(result, statistic))]
     finite = [value for value in values if math.isfinite(value)]
-    allowed = [result.tolerance.allowed[statistic] for result in diff.sites if result.tolerance]
+    # what is copied, not computed, is allowed nothing
+    allowed = [one for result in diff.sites if result.tolerance and (one := result.tolerance.allowed[statistic])]
     low = min([*finite, *allowed, 1.0], default=_EXPECTED) / 5
     high = max([*finite, *allowed, 1.0]) * 3
     return low, high
@@ -93,15 +109,21 @@ def _add_band(made: Any, diff: Diff, sites: list[str], statistic: str, low: floa
     for result in diff.sites:
         if result.tolerance is not None:
             allowed.setdefault(result.site, result.tolerance.allowed[statistic])
-    names = [name for name in sites if name in allowed]
+    names = [name for name in sites if allowed.get(name)]
     if not names:
         return
     made.add_trace(
         go.Bar(
-            y=names, x=[allowed[name] - low / 10 for name in names], base=low / 10, orientation="h", width=1.0,
-            marker={"color": style.BAND, "line": {"width": 0}}, name="within tolerance", hoverinfo="skip",
+            y=names,
+            x=[allowed[name] - low / 10 for name in names],
+            base=low / 10,
+            orientation="h",
+            width=1.0,
+            marker={"color": style.BAND, "line": {"width": 0}},
+            name="within tolerance",
+            hoverinfo="skip",
         )
-    )  # fmt: skip
+    )
 
 
 def _add_step(
@@ -123,22 +145,25 @@ def _add_step(
         sizes.append(9 if diverged else 7)
         labels.append(_hover(result, value))
     y = [result.site for result in drawn]
-    made.add_trace(
-        go.Scatter(x=_joined(drawn, x, statistic), y=y, mode="lines", line={"color": color, "width": 1.2}, opacity=0.35, hoverinfo="skip", showlegend=False, legendgroup=step)
-    )  # fmt: skip
-    made.add_trace(
-        go.Scatter(
-            x=x, y=y, mode="markers", name=f"step {step}", legendgroup=step, customdata=labels,
-            hovertemplate="%{customdata}<extra></extra>", cliponaxis=False,
-            marker={"symbol": symbols, "size": sizes, "color": fills, "opacity": 1, "line": {"color": color, "width": 1.6}},
-        )
-    )  # fmt: skip
+    shared = {"y": y, "legendgroup": step}
+    faint = {"mode": "lines", "line": {"color": color, "width": 1.2}, "opacity": 0.35}
+    silent = {"hoverinfo": "skip", "showlegend": False}
+    made.add_trace(go.Scatter(x=_joined(drawn, x, statistic), **faint, **silent, **shared))
+    marker = {"symbol": symbols, "size": sizes, "color": fills, "opacity": 1, "line": {"color": color, "width": 1.6}}
     made.add_trace(
         go.Scatter(
-            x=x, y=y, mode="text", text=[_beside(result) for result in drawn], textposition="middle left", hoverinfo="skip",
-            textfont={"size": 11, "color": style.MUTED}, showlegend=False, legendgroup=step,
+            x=x,
+            mode="markers",
+            name=f"step {step}",
+            customdata=labels,
+            hovertemplate="%{customdata}<extra></extra>",
+            cliponaxis=False,
+            marker=marker,
+            **shared,
         )
-    )  # fmt: skip
+    )
+    beside = {"text": [_beside(result) for result in drawn], "textfont": {"size": 11, "color": style.MUTED}}
+    made.add_trace(go.Scatter(x=x, mode="text", textposition="middle left", **beside, **silent, **shared))
 
 
 def _joined(drawn: list[SiteResult], x: list[float], statistic: str) -> list[float | None]:
@@ -154,7 +179,10 @@ def _beside(result: SiteResult) -> str:
     one = result.divergence
     if one is None or one.kind not in ("shape", "presence"):
         return ""
-    sides = [f"[{', '.join(map(str, facts['shape']))}]" if facts.get("shape") else "absent" for facts in (one.train, one.serve)]
+    sides = [
+        f"[{', '.join(map(str, facts['shape']))}]" if facts.get("shape") else "absent"
+        for facts in (one.train, one.serve)
+    ]
     return style.text(f"{sides[0]} in training, {sides[1]} in serving   ")
 
 
@@ -169,7 +197,11 @@ def _hover(result: SiteResult, value: float | None) -> str:
     elif isinstance(metrics, Metrics):
         allowed = result.tolerance.allowed if result.tolerance else {}
         lines.append(f"rows compared: {metrics.rows}")
-        for name, label in (("rho_median", "median error"), ("rho_max", "largest error"), ("channel_median", "median channel")):
+        for name, label in (
+            ("rho_median", "median error"),
+            ("rho_max", "largest error"),
+            ("channel_median", "median channel"),
+        ):
             if (one := getattr(metrics, name)) is not None:
                 lines.append(f"{label}: {style.number(one)} ({style.number(allowed.get(name))} allowed)")
         if value == 0:
@@ -179,12 +211,25 @@ def _hover(result: SiteResult, value: float | None) -> str:
     return "<br>".join(lines)
 
 
-def _mark_first(made: Any, diff: Diff) -> None:
+def _mark_first(made: Any, diff: Diff, statistic: str, low: float, high: float) -> None:
+    """A stripe over the first divergence, with its label where no marker stands."""
     first = diff.first_divergence
     if first is None:
         return
     made.add_hline(y=first.site, line={"color": style.RED, "width": 18}, opacity=0.16, layer="below")
+    place: dict[str, Any] = {"x": 0, "xref": "paper", "xanchor": "left", "xshift": 6}
+    value = next(
+        (_figure(one, statistic) for one in diff.sites if (one.site, one.step) == (first.site, first.step)), None
+    )
+    if value is not None:
+        at = math.log10(min(max(value, low), high))
+        left = at > (math.log10(low) + math.log10(high)) / 2
+        place = {"x": at, "xref": "x", "xanchor": "right" if left else "left", "xshift": -12 if left else 12}
     made.add_annotation(
-        x=0, xref="paper", y=first.site, yref="y", xanchor="left", showarrow=False, xshift=6,
-        text=f"<b>first divergence</b> ({first.kind})", font={"color": "#8a3a00", "size": 12},
-    )  # fmt: skip
+        y=first.site,
+        yref="y",
+        showarrow=False,
+        text=f"<b>first divergence</b> ({first.kind})",
+        font={"color": "#8a3a00", "size": 12},
+        **place,
+    )

@@ -16,15 +16,28 @@ from eagle_trace_analysis.frontier import shape_order
 
 #: Okabe and Ito's palette
 BLUE, ORANGE, GREEN, RED, PURPLE, SKY, YELLOW = (
-    "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#B8A800"
-)  # fmt: skip
+    "#0072B2",
+    "#E69F00",
+    "#009E73",
+    "#D55E00",
+    "#CC79A7",
+    "#56B4E9",
+    "#B8A800",
+)
 INK, MUTED, GRID, BAND = "#1f2430", "#6b7280", "#e5e7eb", "#dcece6"
 TRAIN, SERVE = BLUE, ORANGE
 #: a step is told by colour and by shape
 STEP_COLORS = (BLUE, RED, GREEN, PURPLE, SKY, YELLOW, INK)
 STEP_SYMBOLS = ("circle", "square", "diamond", "triangle-up", "pentagon", "star", "hexagon")
 #: blue below the tolerance, white at it, brown above
-OVER_TOLERANCE = ((0.0, "#08519c"), (0.18, "#6baed6"), (0.333, "#f7f7f7"), (0.5, "#fdae61"), (0.75, "#d95f0e"), (1.0, "#7f2704"))
+OVER_TOLERANCE = (
+    (0.0, "#08519c"),
+    (0.18, "#6baed6"),
+    (0.333, "#f7f7f7"),
+    (0.5, "#fdae61"),
+    (0.75, "#d95f0e"),
+    (1.0, "#7f2704"),
+)
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
 _AXIS = {"gridcolor": GRID, "zeroline": False, "linecolor": MUTED, "automargin": True, "title": {"standoff": 8}}
 #: most points along an axis before neighbours are put together
@@ -51,8 +64,14 @@ def figure(title: str, subtitle: str, *, height: int, **layout: Any) -> Any:
         title={
             "text": f"<b>{text(title)}</b>",
             "subtitle": {"text": text(subtitle), "font": {"size": 12, "color": MUTED}},
-            "font": {"size": 16, "color": INK}, "x": 0, "xref": "paper", "xanchor": "left",
-            "y": 1, "yref": "container", "yanchor": "top", "pad": {"t": 14},
+            "font": {"size": 16, "color": INK},
+            "x": 0,
+            "xref": "paper",
+            "xanchor": "left",
+            "y": 1,
+            "yref": "container",
+            "yanchor": "top",
+            "pad": {"t": 14},
         },
         height=height,
         margin={"l": 10, "r": 16, "t": 84, "b": 52},
@@ -60,10 +79,15 @@ def figure(title: str, subtitle: str, *, height: int, **layout: Any) -> Any:
         template={"layout": {"xaxis": _AXIS | {"ticks": "outside", "tickcolor": GRID}, "yaxis": _AXIS}},
         paper_bgcolor="white",
         plot_bgcolor="white",
-        hoverlabel={"bgcolor": "white", "bordercolor": MUTED, "font": {"family": FONT, "size": 12, "color": INK}, "align": "left"},
+        hoverlabel={
+            "bgcolor": "white",
+            "bordercolor": MUTED,
+            "font": {"family": FONT, "size": 12, "color": INK},
+            "align": "left",
+        },
         legend={"orientation": "h", "x": 0, "xanchor": "left", "y": 1.0, "yanchor": "bottom", "font": {"size": 11}},
         **layout,
-    )  # fmt: skip
+    )
     return made
 
 
@@ -77,7 +101,7 @@ def shorten(words: str, length: int = 40) -> str:
     if len(words) <= length:
         return words
     head = (length - 1) // 2
-    return f"{words[:head]}…{words[-(length - 1 - head):]}"
+    return f"{words[:head]}…{words[-(length - 1 - head) :]}"
 
 
 def number(value: float | None) -> str:
@@ -88,7 +112,7 @@ def number(value: float | None) -> str:
 
 
 def forward_order(names: Iterable[str]) -> list[str]:
-    """Names of sites in forward order (`fused` before its slices, as a diff judges them), each once; unknown names last."""
+    """Names of sites in forward order, `fused` before its slices (as a diff judges them), unknown names last."""
     order = {site.name: index for index, site in enumerate(shape_order(draft_sites(64, 64)))}
     return sorted(set(names), key=lambda name: (order.get(name, len(order)), name))
 
@@ -106,13 +130,18 @@ def log_ticks(low: float, high: float) -> dict[str, Any]:
     powers = [power for power in range(math.floor(first), math.ceil(last) + 1) if power % every == 0]
     values = [10.0**power for power in powers]
     labels = [_power(power) for power in powers]
-    if last - first < 1.5:
-        values = [a * b for a in values for b in (1, 2, 5)]
-        labels = [f"{value:g}" if 1e-3 <= value <= 1e4 else f"{value:.0e}" for value in values]
+    if last - first < 2.2:
+        parts = [(a, b) for a in range(math.floor(first), math.ceil(last) + 1) for b in (1, 2, 5)]
+        values = [b * 10.0**a for a, b in parts]
+        labels = [_power(a) if b == 1 else f"{b * 10**a:g}" if 0 <= a <= 2 else f"{b}·{_power(a)}" for a, b in parts]
     return {
-        "type": "log", "tickmode": "array", "tickvals": values, "ticktext": labels, "minor": {"showgrid": False},
+        "type": "log",
+        "tickmode": "array",
+        "tickvals": values,
+        "ticktext": labels,
+        "minor": {"showgrid": False},
         "range": [first - 0.02, last + 0.02],
-    }  # fmt: skip
+    }
 
 
 def _power(power: int) -> str:
@@ -123,7 +152,10 @@ def _power(power: int) -> str:
 
 def say(made: Any, words: str) -> Any:
     """`made` with one sentence in the middle, for when there is nothing to draw."""
-    made.add_annotation(text=text(words), x=0.5, y=0.5, xref="paper", yref="paper", showarrow=False, font={"size": 14, "color": MUTED})
+    made.add_annotation(
+        text=text(words), x=0.5, y=0.5, xref="paper", yref="paper", showarrow=False, font={"size": 14, "color": MUTED}
+    )
+    made.update_layout(height=190, grid=None)
     made.update_xaxes(visible=False)
     made.update_yaxes(visible=False)
     return made

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from eagle_trace_analysis.result import Diff
+
+if TYPE_CHECKING:
+    from eagle_trace_analysis.diagnose import Diagnosis
 
 CONFIRMED, RULED_OUT, NOT_TESTED = "confirmed", "ruled out", "not tested"
 ORDER = (CONFIRMED, RULED_OUT, NOT_TESTED)
@@ -20,32 +22,37 @@ class CauseView:
         name: the cause's name.
         verdict: ``confirmed``, ``ruled out`` or ``not tested``.
         evidence: sentences.
-        fix: what to do about it; empty unless confirmed.
+        fix: what to do about it, or (not tested) what would test it; may be empty.
+        site: where it shows; may be empty.
     """
 
     name: str
     verdict: str
     evidence: tuple[str, ...]
     fix: str = ""
+    site: str = ""
 
 
 def causes_of(diff: Diff) -> list[CauseView]:
-    """Every cause that was looked at, confirmed ones first, else in the diagnosis' own order."""
-    diagnosis = getattr(diff, "diagnosis", None)
-    found = [_view(one) for one in getattr(diagnosis, "causes", None) or ()]
-    return sorted(found, key=lambda cause: ORDER.index(cause.verdict) if cause.verdict in ORDER else len(ORDER))
+    """Every cause that was looked at; [] if the diff was not diagnosed."""
+    return views(diff.diagnosis)
 
 
-def _view(one: Any) -> CauseView:
-    verdict = str(getattr(one.verdict, "value", one.verdict)).replace("_", " ").replace("-", " ")
-    return CauseView(str(one.name), verdict, _sentences(getattr(one, "evidence", None)), str(getattr(one, "fix", None) or ""))
+def views(diagnosis: Diagnosis | None) -> list[CauseView]:
+    """The causes of a diagnosis: confirmed ones first, else in the diagnosis' own order."""
+    found = [
+        CauseView(
+            one.cause,
+            one.verdict.replace("_", " "),
+            (one.evidence,) if one.evidence else (),
+            one.fix or "",
+            one.site or "",
+        )
+        for one in (diagnosis.causes if diagnosis is not None else ())
+    ]
+    return sorted(found, key=lambda cause: ORDER.index(cause.verdict))
 
 
-def _sentences(evidence: Any) -> tuple[str, ...]:
-    if evidence is None:
-        return ()
-    if isinstance(evidence, Mapping):
-        return tuple(f"{name}: {value}" for name, value in evidence.items())
-    if isinstance(evidence, Sequence) and not isinstance(evidence, str):
-        return tuple(str(getattr(one, "text", one)) for one in evidence)
-    return (str(getattr(evidence, "text", evidence)),)
+def unexplained(diff: Diff) -> tuple[str, ...]:
+    """What the diagnosis found wrong and no confirmed cause explains."""
+    return () if diff.diagnosis is None else diff.diagnosis.unexplained

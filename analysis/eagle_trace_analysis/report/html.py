@@ -35,8 +35,8 @@ def render_html(diff: Diff, *, train: Trace | None = None, serve: Trace | None =
 
     Args:
         diff: a finished diff.
-        train, serve: the traces, if they are no longer where the diff found them. A trace that cannot be opened any more
-            costs only the plots that read it.
+        train, serve: the traces, if they are no longer where the diff found them. A trace that cannot be opened
+            any more costs only the plots that read it.
 
     Raises:
         UsageError: plotly is not installed.
@@ -57,7 +57,8 @@ def render_html(diff: Diff, *, train: Trace | None = None, serve: Trace | None =
             sections.rows(diff),
             sections.provenance(diff),
             "</main>",
-            f"<footer><div>Written by eagle-trace {sections.e(__version__)}. This file needs no network and loads nothing.</div></footer>",
+            f"<footer><div>Written by eagle-trace {sections.e(__version__)}. "
+            "This file needs no network and loads nothing.</div></footer>",
         ]
     )
     first = diff.first_divergence
@@ -100,14 +101,26 @@ def _figures(diff: Diff, train: Trace | None, serve: Trace | None) -> tuple[str,
         ]
     if diff.incomparable is not None:
         drawn = [entry for entry in drawn if entry[0] in ("weights", "features", "accept-length")]
-    holders, data = ["<section id='plots'><h2>Plots</h2><p>Hover for figures; drag to zoom, double-click to zoom out.</p>", lost], []
+    holders, data = (
+        ["<section id='plots'><h2>Plots</h2><p>Hover for figures; drag to zoom, double-click to zoom out.</p>", lost],
+        [],
+    )
     for name, draw in drawn:
         made = draw()
-        holders.append(f'<div class="plot"><div id="plot-{name}" data-figure="figure-{name}" style="min-height:{int(made.layout.height)}px"></div></div>')
+        holders.append(
+            f'<div class="plot"><div id="plot-{name}" data-figure="figure-{name}" '
+            f'style="min-height:{int(made.layout.height)}px"></div></div>'
+        )
         data.append(f'<script type="application/json" id="figure-{name}">{_embed(made.to_json())}</script>')
     return "".join([*holders, "</section>"]), "\n".join(data)
 
 
 def _embed(text: str) -> str:
     """JSON that no text inside it can break out of its script element with."""
-    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
+    return (
+        text.replace("<", "\\u003c")
+        .replace(">", "\\u003e")
+        .replace("&", "\\u0026")
+        .replace("\u2028", "\\u2028")
+        .replace("\u2029", "\\u2029")
+    )

@@ -9,7 +9,8 @@ from dataclasses import asdict
 from typing import Any
 
 from eagle_trace_analysis.pairs import Coverage
-from eagle_trace_analysis.result import Diff, Divergence, SiteResult
+from eagle_trace_analysis.replay import Measured, Replayed
+from eagle_trace_analysis.result import AcceptLength, Diff, Divergence, SiteResult
 
 FORMAT_VERSION = 1
 
@@ -31,12 +32,10 @@ def to_json(diff: Diff) -> dict[str, Any]:
         "frontier": [_divergence(one) for one in diff.frontier],
         "coverage": _coverage(diff.coverage) | {"minimum_share": diff.minimum_share},
         "captures": _coverage(diff.captures),
-        "accept_length": {
-            "observed": diff.accept_length.observed,
-            "rounds": diff.accept_length.rounds,
-            "by_depth": list(diff.accept_length.by_depth),
-            "by_prompt": dict(diff.accept_length.by_prompt),
-        },
+        "accept_length": _accept_length(diff.accept_length),
+        "diagnosis": _diagnosis(diff),
+        "unexplained": list(diff.diagnosis.unexplained) if diff.diagnosis else None,
+        "replay": [_replayed(one) for one in diff.diagnosis.replay] if diff.diagnosis else None,
         "benign": [asdict(note) for note in diff.benign],
         "notes": [asdict(note) for note in diff.notes],
         "tolerance": diff.tolerance,
@@ -71,6 +70,57 @@ def _divergence(one: Divergence) -> dict[str, Any]:
     }
 
 
+def _accept_length(accept: AcceptLength) -> dict[str, Any]:
+    return {
+        "predicted": accept.predicted,
+        "observed": accept.observed,
+        "rounds": accept.rounds,
+        "by_depth": list(accept.by_depth),
+        "by_prompt": dict(accept.by_prompt),
+        "predicted_by_depth": list(accept.predicted_by_depth),
+        "predicted_rounds": accept.predicted_rounds,
+        "predicted_basis": accept.predicted_basis or None,
+        "undecided": accept.undecided,
+        "better": accept.better,
+        "worse": accept.worse,
+    }
+
+
+def _diagnosis(diff: Diff) -> list[dict[str, Any]] | None:
+    if diff.diagnosis is None:
+        return None
+    return [
+        {
+            "cause": one.cause,
+            "verdict": one.verdict,
+            "evidence": one.evidence,
+            "fix": one.fix if one.verdict == "confirmed" else None,
+            "site": one.site,
+            "to_test": one.fix if one.verdict == "not_tested" else None,
+        }
+        for one in diff.diagnosis.causes
+    ]
+
+
+def _replayed(one: Replayed) -> dict[str, Any]:
+    return {
+        "site": one.site,
+        "step": one.step,
+        "verdict": one.verdict,
+        "why": one.reason,
+        "serve": _measured(one.serve),
+        "train": _measured(one.train),
+        "allowed": dict(one.serve.allowed) if one.serve else None,
+    }
+
+
+def _measured(one: Measured | None) -> dict[str, Any] | None:
+    if one is None:
+        return None
+    names = ("rows", "rho_median", "rho_max", "channel_median", "nonfinite")
+    return {name: getattr(one, name) for name in names}
+
+
 def _coverage(coverage: Coverage) -> dict[str, Any]:
     return {
         "matched": coverage.matched,
@@ -91,9 +141,7 @@ def _site(result: SiteResult) -> dict[str, Any]:
         "kind": result.divergence.kind if result.divergence else None,
         "why": result.divergence.why if result.divergence else result.reason,
         "coverage": _coverage(result.coverage) if result.coverage else None,
-        "metrics": {k: v for k, v in asdict(result.metrics).items() if v is not None}
-        if result.metrics
-        else None,
+        "metrics": {k: v for k, v in asdict(result.metrics).items() if v is not None} if result.metrics else None,
         "tolerance": dict(tolerance.allowed) if tolerance else None,
         "floor": {
             "measured": dict(tolerance.measured) if tolerance.measured else None,

@@ -10,7 +10,7 @@ from typing import Any
 from eagle_trace.sites import draft_sites
 from eagle_trace_analysis.metrics import IdMetrics, Metrics
 from eagle_trace_analysis.pairs import SKIP_REASONS, Coverage
-from eagle_trace_analysis.report.causes import CONFIRMED, NOT_TESTED, RULED_OUT, CauseView, causes_of
+from eagle_trace_analysis.report.causes import CONFIRMED, NOT_TESTED, RULED_OUT, CauseView, causes_of, unexplained
 from eagle_trace_analysis.result import Diff, Divergence, SiteResult
 
 HEADLINE = {
@@ -37,7 +37,7 @@ def figure(value: float | None) -> str:
     """A number in three digits."""
     if value is None:
         return "–"
-    return f"{value:.3g}" if value == value else "NaN"  # noqa: PLR0124
+    return f"{value:.3g}" if value == value else "NaN"
 
 
 def headline(diff: Diff) -> str:
@@ -56,54 +56,56 @@ def lead(diff: Diff) -> str:
     if first is None:
         compared = sum(result.verdict == "agree" for result in diff.sites)
         return e(
-            f"The draft model was run as it was trained and as it is served, on the same prompts. All {compared} points "
-            "compared are equal within rounding, so what the server computes is what training computed."
+            f"All {compared} sites and steps are equal within rounding: "
+            "what the server computes is what training computed."
         )
-    words = [f"{e(_meaning(first.site))}. " if _meaning(first.site) else "", f"{e(_sentence(first.why))} "]
-    words.append("Everything it is computed from is equal on both sides; what is computed from it differs too.")
-    return "".join(words)
+    meaning = {site.name: site.meaning for site in draft_sites(64, 8)}.get(first.site, "")
+    behind = sum(result.verdict == "diverged" and not result.frontier for result in diff.sites)
+    words = f"{first.site}: {meaning}. " if meaning else ""
+    words += f"{_sentence(first.why)} Everything it is computed from is equal on both sides"
+    return e(words + (f"; {behind} sites and steps behind it differ too." if behind else "."))
 
 
 def _sentence(words: str) -> str:
     return f"{words[:1].upper()}{words[1:]}."
 
 
-def _meaning(site: str) -> str:
-    meaning = {one.name: one.meaning for one in draft_sites(64, 8)}.get(site, "")
-    return f"{site} is the {meaning}" if meaning and not meaning.startswith(("what", "target features")) else (f"{site}: {meaning}" if meaning else "")
-
-
 def header(diff: Diff, version: str) -> str:
     """Verdict, what it means, the causes found, four figures, and the whole forward at one glance."""
     traces = diff.traces
     confirmed = [cause for cause in causes_of(diff) if cause.verdict == CONFIRMED]
-    kicker = f"eagle-trace {e(version)} · {e(traces['train'].get('path', ''))} against {e(traces['serve'].get('path', ''))}"
+    kicker = (
+        f"eagle-trace {e(version)} · {e(traces['train'].get('path', ''))} against {e(traces['serve'].get('path', ''))}"
+    )
     hosts = [e(traces[side].get("host") or "?") for side in ("train", "serve")]
+    cards = "".join(f"<div class='card'><b>{value}</b><span>{words}</span></div>" for value, words in _cards(diff))
     return f"""<header><div>
 <p class="kicker">{kicker}</p>
 <h1><span class="badge verdict">{e(diff.verdict)}</span>{headline(diff)}</h1>
 <p class="lead">{lead(diff)}</p>
+{"".join(_cause(cause) for cause in confirmed)}
 <p class="what">The same draft model ran twice on the same tokens: as it was trained ({hosts[0]}) and as it is served
 ({hosts[1]}). Each square is one point of its forward pass, compared row by row.</p>
-{"".join(_cause(cause) for cause in confirmed)}
 {_forward(diff)}
-<div class="cards">{"".join(f"<div class='card'><b>{value}</b><span>{words}</span></div>" for value, words in _cards(diff))}</div>
+<div class="cards">{cards}</div>
 </div></header>"""
 
 
 def _cards(diff: Diff) -> Iterable[tuple[str, str]]:
     accept = diff.accept_length
-    predicted = getattr(accept, "predicted", None)
     if accept.observed is None:
         yield "not known", "accept length: the serve trace holds no verify rounds"
     else:
-        more = f"; {predicted:.2f} predicted by training" if isinstance(predicted, float) else ""
+        more = "" if accept.predicted is None else f"; {accept.predicted:.2f} predicted by the training forward"
         yield f"{accept.observed:.2f}", f"accept length (tokens a verify round, bonus included){more}"
     verdicts = [result.verdict for result in diff.sites]
     differ, compared = verdicts.count("diverged"), len(verdicts) - verdicts.count("not compared")
     yield f"{differ} of {compared}", "sites and steps differ"
     coverage = diff.coverage
-    yield f"{coverage.share:.0%}", f"of the comparable rows matched ({coverage.matched} of {coverage.matched + coverage.unmatched_serve})"
+    yield (
+        f"{coverage.share:.0%}",
+        f"of the comparable rows matched ({coverage.matched} of {coverage.matched + coverage.unmatched_serve})",
+    )
     if suspects := causes_of(diff):
         count = [sum(cause.verdict == verdict for cause in suspects) for verdict in (CONFIRMED, RULED_OUT)]
         yield f"{count[0]} of {len(suspects)}", f"known causes confirmed, {count[1]} ruled out"
@@ -128,7 +130,8 @@ def _forward(diff: Diff) -> str:
     if first:
         legend.insert(0, ("#b84a00", f"first divergence: {e(first.site)}"))
     return (
-        f'<div class="forward" role="img" aria-label="the sites of the forward, in order">{"".join(cells)}</div><p class="legend">'
+        f'<div class="forward" role="img" aria-label="the sites of the forward, in order">{"".join(cells)}</div>'
+        + '<p class="legend">'
         + "".join(f'<i style="background:{color}"></i>{words}' for color, words in legend)
         + " (forward pass, left to right)</p>"
     )
@@ -145,19 +148,28 @@ def first_divergence(diff: Diff) -> str:
     if row is not None:
         path = f", drafted tokens {list(row.path)}" if row.path else ""
         where = f"<p>Worst row: prompt <code>{e(row.prompt_key)}</code>, root {row.root}{e(path)}.</p>"
-    behind = sum(result.verdict == "diverged" and not result.frontier for result in diff.sites)
     return f"""<section id="first"><h2>First divergence: <code>{e(first.site)}</code>, step {first.step}</h2>
-<p>{e(_sentence(first.why))} {f"{behind} sites and steps behind it differ too." if behind else ""}</p>
+<p>{e(_sentence(first.why))}</p>
 {_sides(first)}{where}
 {f"<p>Parts here too, independently:</p><ul>{others}</ul>" if others else ""}</section>"""
 
 
 def _sides(one: Divergence) -> str:
     labels = {
-        "shape": "shape (T rows)", "dtype": "dtype", "norm": "norm of the worst row", "absmax": "largest element", "mean": "mean",
-        "nonfinite": "NaN or infinite elements", "element": "element furthest apart", "element_value": "its value", "token": "token",
-        "position": "position", "draft_id": "draft id", "target_id": "target id", "logit": "logit",
-    }  # fmt: skip
+        "shape": "shape (T rows)",
+        "dtype": "dtype",
+        "norm": "norm of the worst row",
+        "absmax": "largest element",
+        "mean": "mean",
+        "nonfinite": "NaN or infinite elements",
+        "element": "element furthest apart",
+        "element_value": "its value",
+        "token": "token",
+        "position": "position",
+        "draft_id": "draft id",
+        "target_id": "target id",
+        "logit": "logit",
+    }
     rows = []
     for name, label in labels.items():
         if name not in one.train and name not in one.serve:
@@ -186,11 +198,18 @@ def causes(diff: Diff) -> str:
     found = causes_of(diff)
     if not found:
         return ""
-    groups = {verdict: [cause for cause in found if cause.verdict == verdict] for verdict in (CONFIRMED, RULED_OUT, NOT_TESTED)}
+    groups = {
+        verdict: [cause for cause in found if cause.verdict == verdict]
+        for verdict in (CONFIRMED, RULED_OUT, NOT_TESTED)
+    }
     parts = ["<section id='causes'><h2>Causes</h2>"]
     if diff.verdict == "diverged" and not groups[CONFIRMED]:
         parts.append("<p>No known cause was confirmed. What was ruled out below need not be looked at again.</p>")
-    parts += [_cause(cause) for cause in groups[CONFIRMED]]
+    elif groups[CONFIRMED]:
+        names = ", ".join(f"<b>{e(cause.name)}</b>" for cause in groups[CONFIRMED])
+        parts.append(f"<p>Confirmed (above): {names}. What was ruled out need not be looked at again.</p>")
+    if lines := unexplained(diff):
+        parts.append(f"<p>Not explained by any of them:</p><ul>{''.join(f'<li>{e(line)}</li>' for line in lines)}</ul>")
     for verdict, title in ((RULED_OUT, "Ruled out"), (NOT_TESTED, "Not tested")):
         if groups[verdict]:
             is_open = " open" if verdict == RULED_OUT else ""
@@ -202,8 +221,11 @@ def causes(diff: Diff) -> str:
 def _cause(cause: CauseView) -> str:
     kind, badge = {CONFIRMED: ("", "bad"), RULED_OUT: ("out", "ok")}.get(cause.verdict, ("untested", "muted"))
     evidence = "".join(f"<p>{e(line)}</p>" for line in cause.evidence)
-    fix = f"<p class='fix'><b>Fix:</b> {e(cause.fix)}</p>" if cause.fix and cause.verdict == CONFIRMED else ""
-    return f"<div class='cause {kind}'><h3><span class='badge {badge}'>{e(cause.verdict)}</span>{e(cause.name)}</h3>{evidence}{fix}</div>"
+    label = "To test it" if cause.verdict == NOT_TESTED else "Fix"
+    fix = f"<p class='fix'><b>{label}:</b> {e(cause.fix)}</p>" if cause.fix else ""
+    at = f" at <code>{e(cause.site)}</code>" if cause.site else ""
+    title = f"<h3><span class='badge {badge}'>{e(cause.verdict)}</span>{e(cause.name)}{at}</h3>"
+    return f"<div class='cause {kind}'>{title}{evidence}{fix}</div>"
 
 
 def sites(diff: Diff) -> str:
@@ -212,13 +234,18 @@ def sites(diff: Diff) -> str:
         return ""
     columns = ["site", "step", "rows", "median error", "largest error", "allowed", "error / allowed", "verdict", "why"]
     numeric = range(1, 7)
-    head = "".join(f"<th{' class=n' if at in numeric else ''}><button type='button'>{name}</button></th>" for at, name in enumerate(columns))
+    head = "".join(
+        f"<th{' class=n' if at in numeric else ''}><button type='button'>{name}</button></th>"
+        for at, name in enumerate(columns)
+    )
     rows = "".join(_site(result) for result in diff.sites)
     return f"""<section id="all"><h2>All sites and steps</h2>
-<p>In forward order; click a column to sort. Errors are relative L2 errors of rows; sites of integers count the rows that differ.</p>
+<p>In forward order; click a column to sort. Errors are relative L2 errors of rows; a site of integers counts the
+rows that differ.</p>
 <div class="controls"><input id="filter" type="search" placeholder="filter by site" aria-label="filter by site">
 <label><input id="only" type="checkbox"> only what differs</label></div>
-<div class="scroll table"><table id="sites"><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div></section>"""
+<div class="scroll table">
+<table id="sites"><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div></section>"""
 
 
 def _site(result: SiteResult) -> str:
@@ -230,13 +257,22 @@ def _site(result: SiteResult) -> str:
         values = [metrics.rows, metrics.rho_median, metrics.rho_max, allowed, ratio]
         numbers = [(str(metrics.rows), metrics.rows), *((figure(value), value) for value in values[1:])]
     elif isinstance(metrics, IdMetrics):
-        numbers = [(str(metrics.rows), metrics.rows), ("", None), (f"{metrics.differing} differ", metrics.differing), ("0", 0), ("", None)]
-    cells = "".join(f'<td class="n" data-value="{"NaN" if value is None else value}">{words}</td>' for words, value in numbers)
+        numbers = [
+            (str(metrics.rows), metrics.rows),
+            ("", None),
+            (f"{metrics.differing} differ", metrics.differing),
+            ("0", 0),
+            ("", None),
+        ]
+    cells = "".join(
+        f'<td class="n" data-value="{"NaN" if value is None else value}">{words}</td>' for words, value in numbers
+    )
     why = result.divergence.why if result.divergence else result.reason or ""
     star = " (first)" if result.frontier else ""
     return (
-        f'<tr class="{result.verdict.replace(" ", "-")}" data-verdict="{result.verdict}"><td><code>{e(result.site)}</code></td>'
-        f'<td class="n" data-value="{result.step}">{result.step}</td>{cells}<td>{result.verdict}{star}</td><td class="text">{e(why)}</td></tr>'
+        f'<tr class="{result.verdict.replace(" ", "-")}" data-verdict="{result.verdict}">'
+        f'<td><code>{e(result.site)}</code></td><td class="n" data-value="{result.step}">{result.step}</td>{cells}'
+        f'<td>{result.verdict}{star}</td><td class="text">{e(why)}</td></tr>'
     )
 
 
@@ -244,8 +280,9 @@ def rows(diff: Diff) -> str:
     """Fate of the rows, what is benign, what else to know."""
     notes = [*diff.benign, *diff.notes]
     listed = "".join(f"<li><b>{e(note.name)}</b>: {e(note.text)}</li>" for note in notes)
+    fates = "".join(f"<li>{e(line)}</li>" for line in _coverage(diff.coverage))
     return f"""<section id="rows"><h2>Rows and notes</h2>
-<ul>{"".join(f"<li>{e(line)}</li>" for line in _coverage(diff.coverage))}<li>Tolerance: {e(diff.tolerance)}</li>{listed}</ul></section>"""
+<ul>{fates}<li>Tolerance: {e(diff.tolerance)}</li>{listed}</ul></section>"""
 
 
 def _coverage(coverage: Coverage) -> list[str]:
@@ -262,7 +299,9 @@ def provenance(diff: Diff) -> str:
     """What made the two traces."""
     names = {name: None for side in ("train", "serve") for name in diff.traces[side]}
     rows = "".join(
-        f"<tr><th>{e(name.replace('_', ' '))}</th>{''.join(f'<td class=text>{_value(diff.traces[side].get(name))}</td>' for side in ('train', 'serve'))}</tr>"
+        f"<tr><th>{e(name.replace('_', ' '))}</th>"
+        + "".join(f"<td class=text>{_value(diff.traces[side].get(name))}</td>" for side in ("train", "serve"))
+        + "</tr>"
         for name in names
     )
     head = "<tr><th></th><th class='train'>training</th><th class='serve'>serving</th></tr>"
@@ -274,7 +313,10 @@ def _value(value: Any) -> str:
     if value in (None, "", [], {}):
         return "–"
     if isinstance(value, Mapping):
-        return "<br>".join(f"{e(name)} {e(one if isinstance(one, str) else json.dumps(one, ensure_ascii=False))}" for name, one in value.items())
+        return "<br>".join(
+            f"{e(name)} {e(one if isinstance(one, str) else json.dumps(one, ensure_ascii=False))}"
+            for name, one in value.items()
+        )
     if isinstance(value, list | tuple):
         return "<br>".join(e(one) for one in value)
     return {True: "yes", False: "no"}[value] if isinstance(value, bool) else e(value)
@@ -282,4 +324,5 @@ def _value(value: Any) -> str:
 
 def glossary() -> str:
     """The words of the report."""
-    return f"<details><summary>The words used here</summary><dl>{''.join(f'<dt>{name}</dt><dd>{words}</dd>' for name, words in _WORDS.items())}</dl></details>"
+    listed = "".join(f"<dt>{name}</dt><dd>{words}</dd>" for name, words in _WORDS.items())
+    return f"<details><summary>The words used here</summary><dl>{listed}</dl></details>"

@@ -14,6 +14,7 @@ from rich.text import Text
 
 from eagle_trace_analysis.metrics import IdMetrics, Metrics
 from eagle_trace_analysis.pairs import SKIP_REASONS, Coverage
+from eagle_trace_analysis.report.verdicts import print_confirmed, print_rest
 from eagle_trace_analysis.result import AcceptLength, Diff, Divergence, SiteResult
 
 WIDTH = 80
@@ -49,6 +50,8 @@ def print_diff(diff: Diff, console: Console | None = None, *, sites: str = "dive
     answer = [_printable(line) for line in _answer(diff, console.width)]
     for line in answer:
         console.print(_fit(line, console.width), no_wrap=True, soft_wrap=True)
+    if diff.diagnosis is not None:
+        print_confirmed(diff.diagnosis, console)
     cut = [line.plain for line in answer if line.cell_len > console.width]
     for title, lines in (
         ("why", _unique([*cut, *_why(diff)])),
@@ -62,6 +65,8 @@ def print_diff(diff: Diff, console: Console | None = None, *, sites: str = "dive
         ("tolerance", [diff.tolerance]),
     ):
         _section(console, title, lines)
+    if diff.diagnosis is not None:
+        print_rest(diff.diagnosis, console, whole=diff.verdict == "diverged")
     if any(result.metrics for result in diff.sites):
         _print_sites(console, diff, sites)
 
@@ -120,9 +125,7 @@ def _facts(facts: Mapping[str, Any]) -> str:
         return str(facts["text"])
     parts = []
     if facts.get("shape"):
-        parts.append(
-            f"[{', '.join(str(size) for size in facts['shape'])}] {facts.get('dtype') or ''}".rstrip()
-        )
+        parts.append(f"[{', '.join(str(size) for size in facts['shape'])}] {facts.get('dtype') or ''}".rstrip())
     parts += [f"{name} {facts[name]:.5g}" for name in ("norm",) if name in facts]
     if facts.get("nonfinite"):
         parts.append(f"{facts['nonfinite']} not finite")
@@ -144,9 +147,7 @@ def _why(diff: Diff) -> list[str]:
         lines.append(f"worst row: prompt {row.prompt_key!r} (train {row.prompt_id}), root {row.root}{path}")
     if "element" in first.train:
         a, b = first.train["element_value"], first.serve["element_value"]
-        lines.append(
-            f"worst element of it: [{first.train['element']}] {a:.6g} in training, {b:.6g} in serving"
-        )
+        lines.append(f"worst element of it: [{first.train['element']}] {a:.6g} in training, {b:.6g} in serving")
     return lines
 
 
@@ -182,7 +183,24 @@ def _accept_length(accept: AcceptLength) -> list[str]:
         return ["not known: the serve trace holds no verify rounds"]
     depths = ", ".join(f"{depth}: {share:.0%}" for depth, share in enumerate(accept.by_depth, start=1))
     lines = [f"{accept.observed:.2f} tokens a round, bonus token included ({accept.rounds} rounds)"]
-    return [*lines, f"accepted by depth {depths}"] if depths else lines
+    lines += [f"accepted by depth {depths}"] if depths else []
+    if accept.predicted is None:
+        return lines
+    depths = ", ".join(f"{depth}: {share:.0%}" for depth, share in enumerate(accept.predicted_by_depth, start=1))
+    where = "from round to round" if accept.predicted_basis == "walk" else "at the roots of the server's rounds"
+    lines.append(
+        f"{accept.predicted:.2f} predicted by the training forward on these tokens "
+        f"({accept.predicted_rounds} rounds, {where}); by depth {depths}"
+    )
+    if accept.undecided:
+        lines.append(
+            f"{accept.undecided} of these are not known at every depth: record the training side again with --replay"
+        )
+    if accept.better or accept.worse:
+        lines.append(
+            f"training would have had more accepted in {accept.better} of the server's rounds, fewer in {accept.worse}"
+        )
+    return lines
 
 
 def _section(console: Console, title: str, lines: list[str]) -> None:
@@ -223,9 +241,7 @@ def _table(results: Iterable[SiteResult]) -> Table:
             ]
         elif isinstance(metrics, IdMetrics):
             cells = [str(metrics.rows), "", f"{metrics.differing} differ", "0"]
-        verdict = Text(
-            result.verdict + (" *" if result.frontier else ""), style=_STYLE.get(result.verdict, "")
-        )
+        verdict = Text(result.verdict + (" *" if result.frontier else ""), style=_STYLE.get(result.verdict, ""))
         table.add_row(result.site, str(result.step), *cells, verdict)
     return table
 

@@ -10,6 +10,11 @@
       const entries = figure.data.filter((trace) => trace.name && trace.showlegend !== false).length;
       figure.layout.margin.t = entries > 1 ? 30 + 19 * Math.ceil(entries / 2) : 24;
       Object.assign(figure.layout.font, { size: 10 });
+      figure.data = figure.data.filter((trace) => trace.mode !== "text");
+      figure.layout.annotations = (figure.layout.annotations || []).filter((one) => one.name !== "wide");
+      for (const [name, axis] of Object.entries(figure.layout)) {
+        if (/^[xy]axis/.test(name) && axis.title && axis.title.text) axis.title.text = axis.title.text.split(" (")[0];
+      }
       const meta = figure.layout.meta || {};
       if (meta.stack) stack(figure.layout);
       if (meta.wide) {

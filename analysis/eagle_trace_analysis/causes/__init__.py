@@ -1,0 +1,30 @@
+"""Every cause known, one checkable hypothesis each (docs/causes.md lists them in words)."""
+
+from __future__ import annotations
+
+from eagle_trace_analysis.causes import (
+    attention,
+    benign,
+    d2t,
+    embedding,
+    fed,
+    head,
+    layer_ids,
+    nonfinite,
+    norms,
+    parallel,
+    parameters,
+    qkv,
+    rope,
+    target,
+    tokens,
+)
+from eagle_trace_analysis.causes.base import Cause, Outcome
+
+_MODULES = (tokens, fed, layer_ids, target, parameters, head, embedding, d2t, norms, rope, qkv, attention, parallel,
+            nonfinite, benign)  # fmt: skip
+
+#: by name
+REGISTRY: dict[str, Cause] = {cause.name: cause for module in _MODULES for cause in module.CAUSES}
+
+__all__ = ["REGISTRY", "Cause", "Outcome"]

@@ -1,0 +1,79 @@
+"""What looks like a fault and is none."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from eagle_trace_analysis.causes.base import Cause, Outcome, confirmed, not_tested, ruled_out
+from eagle_trace_analysis.context import Context
+
+
+def check_rounding(context: Context) -> Outcome:
+    """Kernels that round differently with batch and dtype."""
+    notes = [note.text for note in context.diff.benign if note.name in ("rounding", "tie-flips")]
+    return ruled_out("; ".join(notes) if notes else "no site differs by rounding alone")
+
+
+def check_offset(context: Context) -> Outcome:
+    """Positions that differ by a constant."""
+    shifted = next((note.text for note in context.diff.benign if note.name == "position-offset"), None)
+    if shifted is not None:
+        same = [one for one in context.results("layer.0.attn.context") if one.verdict == "agree"]
+        return ruled_out(f"{shifted}" + (f"; attention's output agrees at {len(same)} steps" if same else ""))
+    found = context.divergence("position")
+    if found is not None:
+        return ruled_out(f"positions differ, and not by a constant: {found.why}")
+    if not context.results("position"):
+        return not_tested("no rows in common", "record both sides on the same prompts (--replay)")
+    rows = len(context.serve.rows)
+    return ruled_out(f"positions are equal ({rows:,} rows served)")
+
+
+def check_metric(context: Context) -> Outcome:
+    """Accept length counted with or without the bonus token."""
+    observed = context.diff.accept_length.observed
+    if observed is None:
+        return not_tested("the serve trace holds no verify rounds", "record the serve side until it has answered")
+    counts = context.serve.manifest.settings.get("server_counts") or {}
+    pairs = [
+        (one.get("spec_accept_length"), one.get("spec_verify_ct")) for one in counts.values() if isinstance(one, dict)
+    ]
+    known = [(float(length), float(rounds)) for length, rounds in pairs if length is not None and rounds]
+    own = f"{observed:.2f} tokens a round with the bonus token, {observed - 1:.2f} without"
+    if not known:
+        return ruled_out(f"{own}; the server reported no figure of its own")
+    server = float(np.average([length for length, _ in known], weights=[rounds for _, rounds in known]))
+    if abs(server - observed) <= 0.05 * observed:
+        return ruled_out(f"{own}; the server's own figure is {server:.2f}, with the bonus token")
+    if abs(server - (observed - 1)) <= 0.05 * observed:
+        evidence = f"{own}; the server's own figure is {server:.2f}: it leaves the bonus token out"
+        return confirmed(evidence, "compare like with like: add 1 to the server's figure", "accept length")
+    return ruled_out(f"{own}; the server's own figure is {server:.2f}")
+
+
+CAUSES = (
+    Cause(
+        "batch-variance",
+        "Nothing: numbers differ in the last digits with batch and dtype.",
+        "Never confirmed: what is within tolerance is called rounding, with its size.",
+        "Nothing to fix.",
+        (),
+        check_rounding,
+    ),
+    Cause(
+        "position-offset",
+        "Nothing under RoPE: positions differ by a constant.",
+        "Never confirmed: the constant is named, and attention's output agrees.",
+        "Nothing to fix.",
+        (),
+        check_offset,
+    ),
+    Cause(
+        "metric",
+        "Accept length lower than in the paper.",
+        "The server's own figure against the mean over its verify rounds, with and without the bonus token.",
+        "Compare like with like.",
+        (),
+        check_metric,
+    ),
+)

@@ -1,0 +1,141 @@
+"""Which target layers were fed."""
+
+from __future__ import annotations
+
+from eagle_trace_analysis.causes.base import RECORD_VALUES, Cause, Outcome, confirmed, not_tested, ruled_out
+from eagle_trace_analysis.causes.fed import NO_FEATURES, layer_words
+from eagle_trace_analysis.checkpoint import engine
+from eagle_trace_analysis.context import Context
+from eagle_trace_analysis.features import CLEARLY, Features
+
+FIX = "name the trained layers in eagle_config.eagle_aux_hidden_state_layer_ids, less one (SGLang counts outputs)"
+
+
+def check_shifted(context: Context) -> Outcome:
+    """Ids that mean other layers to the engine than to the training."""
+    return _check(context, default=False)
+
+
+def check_default(context: Context) -> Outcome:
+    """No ids in the deployed config: the engine guessed."""
+    return _check(context, default=True)
+
+
+def _check(context: Context, *, default: bool) -> Outcome:
+    features = context.features
+    named = engine.eagle_config(context.served).get("eagle_aux_hidden_state_layer_ids")
+    if context.served and default and named:
+        return ruled_out(f"the deployed config names ids {named}")
+    if features is None:
+        return not_tested(NO_FEATURES, RECORD_VALUES)
+    if features.single:
+        return not_tested("the server fed one layer only", "mend single-layer-features first and record again")
+    if features.healthy:
+        return ruled_out(_right(context, features))
+    if context.served and not default and not named:
+        return ruled_out("the deployed config names no ids at all: see layer-ids-default")
+    found = _by_layers(context, features)
+    return found if found is not None else _by_config(context, features)
+
+
+def _right(context: Context, features: Features) -> str:
+    worst = max(features.matrix[k, k] for k in range(len(features.sites)))
+    text = f"all {len(features.sites)} layers agree (channel error {worst:.1e} at most)"
+    ids, nearest = context.trained_ids, [features.nearest(rows) for rows in features.served]
+    if ids and all(nearest):
+        known = [one for one in nearest if one is not None]
+        others = min(
+            (e for (best, _, all_), k in zip(known, ids, strict=False) for n, e in all_.items() if n != k), default=0.0
+        )
+        fed = [one[0] for one in known]
+        text += f"; of all target layers the nearest are {fed}, trained {ids}, the next {others:.1e} off"
+    return text
+
+
+def _by_layers(context: Context, features: Features) -> Outcome | None:
+    """Decide by the nearest of all target layers; None if the train trace does not hold them."""
+    ids = context.trained_ids
+    nearest = [features.nearest(rows) for rows in features.served]
+    known = [one for one in nearest if one is not None]
+    if not ids or len(known) < len(features.served) or len(ids) != len(known):
+        return None
+    fed = [one[0] for one in known]
+    last = max(known[0][2])
+    if fed == ids:
+        worst = max(one[1] for one in known)
+        return ruled_out(f"the layers fed are nearest to those trained on, {ids} (channel error {worst:.1e})")
+    if sorted(fed) == sorted(ids):
+        return ruled_out(f"the layers fed are those trained on, in another order: {fed}, trained {ids}")
+    k = next(at for at, (a, b) in enumerate(zip(fed, ids, strict=True)) if a != b)
+    best, error, errors = known[k]
+    if error > CLEARLY * errors.get(ids[k], float("inf")):
+        return ruled_out(
+            f"no layer explains what was fed: nearest to layer {k} is {layer_words(best, last - 1)} ({error:.1e}), "
+            f"hardly nearer than the trained one ({errors.get(ids[k], 0):.1e})"
+        )
+    if best == last:
+        return ruled_out(f"layer {k} is nearest to {layer_words(best, last - 1)}: see features-normed")
+    shift = " (each one further)" if all(a == b + 1 for a, b in zip(fed, ids, strict=True)) else ""
+    evidence = (
+        f"fed were the inputs of layers {fed}{shift}, trained {ids}: layer {k} is {error:.1e} from the input of "
+        f"{best}, {errors.get(ids[k], float('nan')):.1e} from that of {ids[k]} (median channel)"
+    )
+    return confirmed(evidence, _fix(context, ids), f"target.hidden.{k}")
+
+
+def _fix(context: Context, ids: list[int]) -> str:
+    found = context.failed("layer-ids")
+    if found is not None:
+        return found.fix
+    architecture = context.target.architecture if context.target else None
+    right = engine.ids_that_capture(ids, context.target.layers if context.target else None, architecture)
+    return f"set eagle_config.eagle_aux_hidden_state_layer_ids to {right}" if right else FIX
+
+
+def _by_config(context: Context, features: Features) -> Outcome:
+    """Decide by the configs, if exactly the layers they make differ do differ."""
+    ids = context.trained_ids
+    target = context.target
+    layers = target.layers if target else None
+    fed = (
+        engine.captured_inputs(context.served, layers, target.architecture if target else None)
+        if context.served
+        else None
+    )
+    missing = "record the training side again with --features compute, which keeps every layer of the target"
+    if ids is None or fed is None or len(fed) != len(ids):
+        return not_tested("neither the layers themselves nor both configs' ids are known", missing)
+    wrong = [features.matrix[k, k] > features.allowed[site] for k, site in enumerate(features.sites)]
+    if fed == ids:
+        return ruled_out(f"the deployed ids capture the inputs of layers {fed}, as trained")
+    if sorted(fed) == sorted(ids):
+        return ruled_out(f"the deployed ids capture the trained layers in another order: {fed}, trained {ids}")
+    if wrong == [a != b for a, b in zip(fed, ids, strict=True)]:
+        k = wrong.index(True)
+        evidence = (
+            f"the deployed ids capture the inputs of layers {fed}, trained {ids}, and exactly those differ "
+            f"(layer {k}: channel error {features.matrix[k, k]:.1e}, {features.allowed[features.sites[k]]:.1e} allowed)"
+        )
+        return confirmed(evidence, _fix(context, ids), f"target.hidden.{k}")
+    return ruled_out(f"the deployed ids capture {fed}, trained {ids}, but the layers that differ are others")
+
+
+CAUSES = (
+    Cause(
+        "layer-ids-shifted",
+        "A little to a lot lower: speculators' id i is the input of layer i, SGLang's its output.",
+        "Every layer the server fed against all layers of the target, channel by channel: the nearest is not the "
+        "trained one. Without those, the ids of both configs, if exactly the layers they make differ do differ.",
+        "Lower each id by one (`eagle-trace export` does).",
+        ("target.hidden.0",),
+        check_shifted,
+    ),
+    Cause(
+        "layer-ids-default",
+        "2.77 becomes 1.04: the deployed config names no ids and the engine guesses 2, L/2, L-3.",
+        "As layer-ids-shifted, with no ids in the deployed config.",
+        "Name the ids in eagle_config.eagle_aux_hidden_state_layer_ids.",
+        ("target.hidden.0",),
+        check_default,
+    ),
+)

@@ -1,0 +1,88 @@
+"""Tokens: other ones, or the right ones at the wrong place."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from eagle_trace.reader import Trace
+from eagle_trace_analysis.align import Alignment
+from eagle_trace_analysis.causes.base import Cause, Outcome, confirmed, not_tested, ruled_out
+from eagle_trace_analysis.checks import check_prompts
+from eagle_trace_analysis.context import Context
+from eagle_trace_analysis.features import channel_error
+
+
+def check_differ(context: Context) -> Outcome:
+    """Whether both sides saw the same tokens of each prompt."""
+    shared = set(context.train.prompts["prompt_key"]) & set(context.serve.prompts["prompt_key"])
+    if not shared:
+        return not_tested("no prompt in common", "record both sides on the same prompts (--replay)")
+    found = check_prompts(Alignment(context.train, context.serve))
+    if not found:
+        total = int(context.train.prompts["num_prompt_tokens"].sum())
+        return ruled_out(f"{total:,} prompt tokens of {len(shared)} prompts are equal")
+    evidence = f"{len(found)} of {len(shared)} prompts differ; {found[0].why}"
+    return confirmed(evidence, "use one chat template, one BOS rule and one truncation on both sides", "token")
+
+
+def _lag(trace: Trace) -> tuple[int, int, int]:
+    """Of step-0 rows: how many there are, how many are fed x[root + 1], how many x[root]."""
+    rows = trace.rows
+    at = np.flatnonzero(rows.step == 0)
+    right = wrong = count = 0
+    for number, ids in zip(trace.prompts["prompt_id"], trace.prompts["token_ids"], strict=True):
+        mine = at[rows.prompt_id[at] == number]
+        tokens = np.asarray(ids)
+        mine = mine[rows.root[mine] + 1 < len(tokens)]
+        count += len(mine)
+        right += int((rows.token_id[mine] == tokens[rows.root[mine] + 1]).sum())
+        wrong += int((rows.token_id[mine] == tokens[rows.root[mine]]).sum())
+    return count, right, wrong
+
+
+def check_shift(context: Context) -> Outcome:
+    """x_i beside g_i instead of x_{i+1}: in the tokens, or in the features."""
+    said = []
+    for side, trace in (("training", context.train), ("serving", context.serve)):
+        count, right, wrong = _lag(trace)
+        said.append(f"{right:,} of {count:,} rows of {side} are fed the token behind their feature")
+        if count and right < count and wrong > 0.9 * count:
+            evidence = (
+                f"{wrong:,} of {count:,} rows of {side} are fed x[root] beside feature g[root], {right:,} x[root + 1]"
+            )
+            return confirmed(evidence, f"shift the tokens of {side} by one: g[i] goes with x[i + 1]", "token")
+    features = context.features
+    prompts_equal = not check_prompts(Alignment(context.train, context.serve))
+    if features is not None and prompts_equal and not features.single and not features.healthy:
+        shifts = []
+        for shift in (-1, 1):
+            y = features.train_at(0, shift=shift)
+            rows = np.flatnonzero(np.isfinite(y).all(axis=1))
+            if len(rows) >= 2 and y.shape == features.served[0].shape:
+                shifts.append((channel_error(features.served[0][rows], y[rows]), shift))
+        if shifts and (best := min(shifts))[0] <= features.allowed[features.sites[0]]:
+            evidence = f"the server's feature at root p is training's at p {best[1]:+d} (channel error {best[0]:.1e})"
+            return confirmed(
+                evidence, "shift one side's features by one row: g[i] goes with x[i + 1]", "target.hidden.0"
+            )
+    return ruled_out("; ".join(said))
+
+
+CAUSES = (
+    Cause(
+        "tokens-differ",
+        "Low accept length.",
+        "Token ids of every prompt on both sides, one by one.",
+        "Use one chat template, one BOS rule, one truncation.",
+        ("token",),
+        check_differ,
+    ),
+    Cause(
+        "input-shift",
+        "Accept length near 1.",
+        "Token of every row against the prompt's at that place; features of one side against the other's one row away.",
+        "Feed x[i + 1] beside g[i].",
+        ("token", "target.hidden.0"),
+        check_shift,
+    ),
+)

@@ -1,0 +1,193 @@
+"""What `show` found, for people."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from eagle_trace_analysis.report.text import WIDTH
+
+_ELEMENTS = 8
+
+
+def render_summary(data: Mapping[str, Any], *, width: int | None = None) -> str:
+    """`print_summary` as text."""
+    return _render(print_summary, data, width)
+
+
+def render_row(data: Mapping[str, Any], *, width: int | None = None) -> str:
+    """`print_row` as text."""
+    return _render(print_row, data, width)
+
+
+def _render(show: Callable[[Mapping[str, Any], Console], None], data: Mapping[str, Any], width: int | None) -> str:
+    stream = io.StringIO()
+    terminal = sys.stdout.isatty()
+    columns = width or (Console().width if terminal else WIDTH)
+    console = Console(file=stream, width=columns, force_terminal=terminal, highlight=False, legacy_windows=False)
+    show(data, console)
+    return "\n".join(line.rstrip() for line in stream.getvalue().splitlines()) + "\n"
+
+
+def print_summary(data: Mapping[str, Any], console: Console) -> None:
+    """Print what `summary` found: the answer in three lines, then manifest, sites, prompts and rounds."""
+    state = "" if data["sealed"] else ", NOT FINISHED"
+    _line(console, f"{data['side']} trace of {data['host']}, level {data['level']}{state}", "bold")
+    rounds = data["rounds"]
+    _line(
+        console,
+        f"{data['rows']} rows of {data['prompts']['count']} prompts at {len(data['sites'])} sites, "
+        f"{size(data['bytes'])}",
+    )
+    length = f", accept length {rounds['accept_length']:.2f} over {rounds['count']} rounds" if rounds["count"] else ""
+    _line(
+        console,
+        f"{data['dtype'] or 'dtype not known'} on {data['device'] or '?'}, {data['created'] or 'no date'}{length}",
+    )
+    for title, lines in (
+        ("made by", _made_by(data)),
+        ("what recording changed", data["changes"]),
+        (
+            "never computed by this host",
+            [f"{one.get('site')} ({one.get('rows')}): {one.get('why')}" for one in data["not_materialised"]],
+        ),
+        (
+            "warnings",
+            [*data["warnings"], *data["missing"], *([f"stopped early: {data['stopped']}"] if data["stopped"] else [])],
+        ),
+    ):
+        _section(console, title, lines)
+    _print_sites(data["sites"], console)
+    _print_prompts(data["prompts"], console)
+    _print_rounds(rounds, console)
+
+
+def _made_by(data: Mapping[str, Any]) -> list[str]:
+    lines = [", ".join(f"{name} {version}" for name, version in data["packages"].items())]
+    for name in ("target", "draft"):
+        facts = dict(data[name])
+        path = facts.pop("path", "not known")
+        more = ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in facts.items())
+        lines.append(f"{name} {path}" + (f" ({more})" if more else ""))
+    if data["settings"]:
+        lines.append("settings " + ", ".join(f"{name} {value}" for name, value in data["settings"].items()))
+    if data["argv"]:
+        lines.append("command " + " ".join(data["argv"]))
+    return [line for line in lines if line]
+
+
+def _print_sites(sites: Sequence[Mapping[str, Any]], console: Console) -> None:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("site", no_wrap=True)
+    table.add_column("shape of a row", overflow="fold")
+    for name in ("rows", "size"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for one in sites:
+        shapes = ", ".join(f"[{shape['width']}] {shape['dtype']}" for shape in one["shapes"])
+        table.add_row(Text(one["site"]), Text(shapes), str(one["rows"]), size(one["bytes"]) if one["bytes"] else "-")
+    console.print()
+    console.print(table)
+
+
+def _print_prompts(prompts: Mapping[str, Any], console: Console) -> None:
+    lines = []
+    for one in prompts["listed"]:
+        lines.append(
+            f"{one['prompt_id']} {one['prompt_key']}: {one['prompt_tokens']} tokens, "
+            f"{one['tokens'] - one['prompt_tokens']} behind it"
+        )
+        lines.append(f"  {shorten(' '.join(one['token_texts']), 300)}")
+        if one["output"]:
+            lines.append(f"  -> {shorten(json.dumps(one['output'], ensure_ascii=False), 160)}")
+    if (more := prompts["count"] - len(prompts["listed"])) > 0:
+        lines.append(f"and {more} more: --format json --limit {prompts['count']} lists them")
+    _section(console, "prompts", lines)
+
+
+def _print_rounds(rounds: Mapping[str, Any], console: Console) -> None:
+    lines = []
+    for one in rounds["listed"]:
+        proposed, accepted = " ".join(one["proposed"]), " ".join(one["accepted"]) or "nothing"
+        lines.append(
+            f"prompt {one['prompt_id']}, round {one['round']}, root {one['root']}: "
+            f"{proposed} -> accepted {accepted}, then {one['bonus'] or '-'}"
+        )
+    if (more := rounds["count"] - len(rounds["listed"])) > 0:
+        lines.append(f"and {more} more: --format json --limit {rounds['count']} lists them")
+    _section(console, "verify rounds: proposed -> accepted, then the target's own token", lines)
+
+
+def print_row(data: Mapping[str, Any], console: Console) -> None:
+    """Print what `row` found."""
+    for one in data["rows"]:
+        path = f", path {one['path']}" if one["path"] else ""
+        _line(
+            console, f"{one['site']}: prompt {one['prompt_id']}, root {one['root']}, step {one['step']}{path}", "bold"
+        )
+        _line(
+            console,
+            f"token {one['token']} ({one['token_id']}) at position {one['position']}; "
+            f"round {one['round']}, call {one['call_id']}",
+        )
+        bad = f", {one['nonfinite']} NaN or infinite" if one["nonfinite"] else ""
+        _line(
+            console,
+            f"[{one['shape'][0]}] {one['dtype']}, norm {one['norm']:.6g}, largest {one['absmax']:.6g}, "
+            f"mean {one['mean']:.6g}{bad}",
+        )
+        if one["values"] is None:
+            _section(console, "values", ["not kept at this level"])
+            continue
+        _print_values(one["values"], console)
+
+
+def _print_values(values: Sequence[float], console: Console) -> None:
+    columns = max(1, (console.width - 10) // 13)
+    shown = list(values) if len(values) <= 16 * columns else list(values[: _ELEMENTS * columns])
+    lines = []
+    for start in range(0, len(shown), columns):
+        part = " ".join(f"{value:12.5g}" for value in shown[start : start + columns])
+        lines.append(f"{start:6} {part}")
+    if len(shown) < len(values):
+        lines.append(f"and {len(values) - len(shown)} more: --format json prints all")
+    _section(console, "values", lines)
+
+
+def _section(console: Console, title: str, lines: Sequence[str]) -> None:
+    if not lines:
+        return
+    console.print()
+    console.print(Text(title, style="bold"))
+    for line in lines:
+        console.print(Padding(Text(_printable(line)), (0, 0, 0, 2)))
+
+
+def _line(console: Console, words: str, style: str = "") -> None:
+    console.print(Text(_printable(words), style=style))
+
+
+def _printable(words: str) -> str:
+    return "".join(one if one.isprintable() else "?" for one in words)
+
+
+def shorten(words: str, length: int) -> str:
+    """`words` in at most `length` characters."""
+    return words if len(words) <= length else f"{words[: length - 4]} ..."
+
+
+def size(count: int) -> str:
+    """Bytes in a unit that people read."""
+    value = float(count)
+    for unit in ("B", "kB", "MB", "GB"):
+        if value < 1000 or unit == "GB":
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1000
+    raise AssertionError

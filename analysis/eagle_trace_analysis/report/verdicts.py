@@ -1,0 +1,83 @@
+"""A diagnosis as text: confirmed causes with their fix, what was ruled out, what was not tested."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich.console import Console
+from rich.text import Text
+
+from eagle_trace_analysis.diagnose import CauseVerdict, Diagnosis
+from eagle_trace_analysis.replay import Replayed
+
+INDENT, NAME_WIDTH = 2, 23
+
+
+def print_confirmed(diagnosis: Diagnosis, console: Console) -> None:
+    """The causes that are proved, first in the forward first, and what none of them explains."""
+    for number, one in enumerate(diagnosis.confirmed, start=1):
+        console.print()
+        title = f"cause {number}: " if len(diagnosis.confirmed) > 1 else "cause: "
+        console.print(Text(f"{title}{one.cause}", style="bold red"))
+        _wrapped(console, one.evidence)
+        _wrapped(console, f"fix: {one.fix}", style="bold")
+    if diagnosis.unexplained:
+        console.print()
+        title = "not explained by it" if diagnosis.confirmed else "no known cause explains it"
+        console.print(Text(title, style="bold"))
+        for line in diagnosis.unexplained:
+            _wrapped(console, line)
+
+
+def print_rest(diagnosis: Diagnosis, console: Console, *, whole: bool) -> None:
+    """What was ruled out and what was not tested; the counts alone unless `whole`."""
+    out, left = diagnosis.of("ruled_out"), diagnosis.of("not_tested")
+    if not whole:
+        console.print()
+        text = f"causes: {len(diagnosis.confirmed)} confirmed, {len(out)} ruled out, {len(left)} not tested"
+        console.print(Text(text, style="bold"))
+        return
+    if out:
+        console.print()
+        console.print(Text(f"ruled out ({len(out)})", style="bold"))
+        for one in out:
+            _row(console, one.cause, one.evidence)
+    if left:
+        console.print()
+        console.print(Text(f"not tested ({len(left)})", style="bold"))
+        for one in left:
+            _row(console, one.cause, _untested(one))
+    for line in _replay_lines(diagnosis.replay):
+        console.print()
+        console.print(Text("every step by itself", style="bold"))
+        _wrapped(console, line)
+
+
+def _untested(one: CauseVerdict) -> str:
+    return f"{one.evidence}; to test it: {one.fix}" if one.fix else one.evidence
+
+
+def _replay_lines(replay: tuple[Replayed, ...]) -> Iterator[str]:
+    counts = {name: sum(one.verdict == name for one in replay) for name in ("reproduced", "faulty", "not replayed")}
+    if counts["reproduced"] + counts["faulty"]:
+        text = f"{counts['reproduced']} of {len(replay)} steps of the server follow from its own inputs as trained"
+        names = list(dict.fromkeys(one.site for one in replay if one.verdict == "faulty"))
+        text += f"; not so {', '.join(names)}" if names else ""
+        yield text + (f" ({counts['not replayed']} not recomputed)" if counts["not replayed"] else "")
+
+
+def _row(console: Console, name: str, text: str) -> None:
+    room = max(30, console.width - INDENT - NAME_WIDTH)
+    for number, part in enumerate(Text(_plain(text)).wrap(console, room)):
+        head = f"{name:{NAME_WIDTH}}" if number == 0 else " " * NAME_WIDTH
+        console.print(Text(" " * INDENT + head) + part, soft_wrap=True)
+
+
+def _wrapped(console: Console, text: str, style: str = "") -> None:
+    for part in Text(_plain(text)).wrap(console, max(30, console.width - INDENT)):
+        console.print(Text(" " * INDENT) + Text(part.plain.rstrip(), style=style), soft_wrap=True)
+
+
+def _plain(text: str) -> str:
+    """`text` without characters that steer a terminal: names of prompts and tensors come from outside."""
+    return text if text.isprintable() else "".join(one if one.isprintable() else "?" for one in text)

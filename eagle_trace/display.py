@@ -1,0 +1,36 @@
+"""How a trace shows itself in a notebook: metadata only, so that it costs nothing."""
+
+from __future__ import annotations
+
+import html
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from eagle_trace.reader import Trace
+
+_LISTED = 12
+_CELL = "text-align:left;padding:2px 14px 2px 0"
+
+
+def trace_html(trace: Trace) -> str:
+    """A trace as a small table: side, host, level, rows, sites."""
+    manifest = trace.manifest
+    counts = {name: manifest.files.get(f"{name}.parquet", {}).get("rows", 0) for name in ("rows", "prompts", "rounds")}
+    sites = trace.sites
+    listed = ", ".join(sites[:_LISTED]) + (f" and {len(sites) - _LISTED} more" if len(sites) > _LISTED else "")
+    size = sum(facts["bytes"] for facts in manifest.files.values())
+    facts = {
+        "recorded": f"{manifest.side} side, by {manifest.host}, {manifest.dtype or '?'} on {manifest.device or '?'}",
+        "level": manifest.level + ("" if trace.sealed else " (not finished)"),
+        "holds": f"{counts['rows']} rows of {counts['prompts']} prompts, "
+        f"{counts['rounds']} verify rounds, {size / 1e6:.1f} MB",
+        "sites": f"{len(sites)}: {listed}",
+        "draft": str(manifest.draft.get("path", "not known")),
+        "created": manifest.created,
+    }
+    rows = "".join(
+        f'<tr><th style="{_CELL}">{name}</th><td style="{_CELL}">{html.escape(words)}</td></tr>'
+        for name, words in facts.items()
+        if words
+    )
+    return f"<div><b>Trace</b> <code>{html.escape(str(trace.path))}</code><table>{rows}</table></div>"

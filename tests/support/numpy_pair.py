@@ -1,0 +1,476 @@
+"""The demo pair run in numpy on both sides, with faults on request, as real traces.
+
+Target and draft are those that ship with eagle-trace, so weights and text are real; the forward is written here a
+second time, apart from the analysis (`eagle_trace_analysis.steps`), and rounds to the trace's dtype at every site. The
+serve side works like a server: it drafts, verifies against the target's greedy continuation, and keeps one cache slot
+a position, so that a fault of the cache can be planted where it would be.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors.numpy import load_file
+
+from eagle_trace.capture import DTYPES, Rows, sample_channels
+from eagle_trace.manifest import Manifest
+from eagle_trace.prompts import prompts_digest
+from eagle_trace.reader import Trace, open_trace
+from eagle_trace.recorder import best_ids
+from eagle_trace.writer import TraceWriter, prepare_output
+from tests.support.pairs import DRAFT, TARGET
+
+F64 = NDArray[np.float64]
+Tensors = dict[str, Any]
+SETTINGS: dict[str, dict[str, Any]] = {
+    "train": {"features": "compute"},
+    "serve": {"algorithm": "EAGLE3", "sglang_args": []},
+}
+UNIT = {"float32": 2.0**-24, "bfloat16": 2.0**-8}
+STEPS, NEW_TOKENS, TOPK = 3, 20, 10
+TEXTS = ("The return statement ", "A class is a set of methods and ", "If no file is found, the error ")
+
+
+def read_tensors(folder: Path) -> Tensors:
+    """Tensors of a checkpoint, floats as float64."""
+    held = load_file(folder / "model.safetensors")
+    return {name: one if one.dtype.kind in "iub" else one.astype(np.float64) for name, one in held.items()}
+
+
+def rms(x: F64, weight: F64, eps: float) -> F64:
+    """RMSNorm."""
+    return x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + eps) * weight
+
+
+def turn(x: F64, positions: Sequence[int], size: int, theta: float, layout: str = "half", share: float = 1.0) -> F64:
+    """Rotary embedding of [T, heads x size]; `layout` half or pairs, `share` of each head."""
+    rotated = int(size * share)
+    frequency = theta ** (-np.arange(0, rotated, 2) / rotated)
+    angle = np.asarray(positions, dtype=np.float64)[:, None, None] * frequency
+    heads = x.reshape(len(x), -1, size)
+    turned = heads[..., :rotated].copy()
+    pick = (
+        (slice(0, None, 2), slice(1, None, 2))
+        if layout == "pairs"
+        else (slice(0, rotated // 2), slice(rotated // 2, None))
+    )
+    both = turned[..., pick[0]] + 1j * turned[..., pick[1]]
+    both = both * np.exp(1j * angle)
+    turned[..., pick[0]], turned[..., pick[1]] = both.real, both.imag
+    return np.concatenate([turned, heads[..., rotated:]], axis=-1).reshape(x.shape)
+
+
+def attend(q: F64, keys: F64, values: F64, heads: int, kv_heads: int) -> F64:
+    """One query row over keys and values [N, kv_heads x size]."""
+    size = len(q) // heads
+    out = np.empty_like(q)
+    for head in range(heads):
+        group = head // (heads // kv_heads)
+        k, v = (one[:, group * size : (group + 1) * size] for one in (keys, values))
+        score = k @ q[head * size : (head + 1) * size] / np.sqrt(size)
+        weight = np.exp(score - score.max())
+        out[head * size : (head + 1) * size] = weight / weight.sum() @ v
+    return out
+
+
+def _causal(q: F64, k: F64, v: F64, heads: int, kv_heads: int) -> F64:
+    size, out = q.shape[1] // heads, np.empty_like(q)
+    for head in range(heads):
+        mine, group = slice(head * size, (head + 1) * size), head // (heads // kv_heads)
+        theirs = slice(group * size, (group + 1) * size)
+        score = q[:, mine] @ k[:, theirs].T / np.sqrt(size)
+        score = np.where(np.tri(len(q), dtype=np.bool_), score, -np.inf)
+        weight = np.exp(score - score.max(axis=1, keepdims=True))
+        out[:, mine] = weight / weight.sum(axis=1, keepdims=True) @ v[:, theirs]
+    return out
+
+
+class Target:
+    """A small llama."""
+
+    def __init__(self, folder: Path = TARGET) -> None:
+        self.folder, self.config, self.tensors = (
+            folder,
+            json.loads((folder / "config.json").read_text()),
+            read_tensors(folder),
+        )
+        self.layers = int(self.config["num_hidden_layers"])
+        self._known: dict[tuple[int, ...], F64] = {}
+
+    def hidden_states(self, tokens: Sequence[int]) -> F64:
+        """Inputs of every layer, the last one's output, and the same after the final norm [L + 2, T, G]."""
+        if tuple(tokens) not in self._known:
+            self._known[tuple(tokens)] = self._forward(tokens)
+        return self._known[tuple(tokens)]
+
+    def _forward(self, tokens: Sequence[int]) -> F64:
+        config, eps = self.config, self.config["rms_norm_eps"]
+        heads, kv_heads, size = (config[k] for k in ("num_attention_heads", "num_key_value_heads", "head_dim"))
+        x = self.tensors["model.embed_tokens.weight"][list(tokens)]
+        states = [x]
+        places = list(range(len(tokens)))
+        for n in range(self.layers):
+            w = {k.split(f"layers.{n}.")[1]: t for k, t in self.tensors.items() if f"layers.{n}." in k}
+            h = rms(x, w["input_layernorm.weight"], eps)
+            q, k, v = (h @ w[f"self_attn.{name}_proj.weight"].T for name in "qkv")
+            q, k = (turn(one, places, size, config["rope_parameters"]["rope_theta"]) for one in (q, k))
+            seen = _causal(q, k, v, heads, kv_heads)
+            x = x + seen @ w["self_attn.o_proj.weight"].T
+            h = rms(x, w["post_attention_layernorm.weight"], eps)
+            gate = h @ w["mlp.gate_proj.weight"].T
+            x = x + (gate / (1 + np.exp(-gate)) * (h @ w["mlp.up_proj.weight"].T)) @ w["mlp.down_proj.weight"].T
+            states.append(x)
+        return np.stack([*states, rms(x, self.tensors["model.norm.weight"], eps)])
+
+    @property
+    def head(self) -> F64:
+        """Output projection."""
+        tied = self.tensors["model.embed_tokens.weight"]
+        return self.tensors.get("lm_head.weight", tied)  # type: ignore[no-any-return]
+
+    def answer(self, tokens: Sequence[int], count: int) -> list[int]:
+        """`tokens` and `count` more, greedily."""
+        known = list(tokens)
+        for _ in range(count):
+            known.append(int((self.hidden_states(known)[-1, -1] @ self.head.T).argmax()))
+        return known
+
+
+@cache
+def demo_target() -> Target:
+    """The target that ships with eagle-trace."""
+    return Target()
+
+
+@cache
+def answers() -> tuple[tuple[int, ...], ...]:
+    """The prompts with the target's answers."""
+    target = demo_target()
+    return tuple(tuple(target.answer(list(text.encode()), NEW_TOKENS)) for text in TEXTS)
+
+
+@dataclass
+class Doing:
+    """What one side does, which may not be what its config says.
+
+    Attributes:
+        config: flat or speculators config of the draft, as its manifest holds it.
+        tensors: the draft's tensors as used, by speculators' names.
+        eps, theta, layout, share: of norms and rotation.
+        offset: norms scale by 1 + w.
+        norm_residual, norm_output: the flags of the same name.
+        before_fc: norms the features on their way into fc: (features, tensors, eps) -> features.
+        pick: makes the features out of all hidden states [L + 2, T, G]; width G instead of n G skips fc.
+        window: tokens a row sees.
+        stale: extends leave the slots of accepted tokens as the draft steps left them.
+        prefix: (roots not computed, factor on their cached keys).
+        limit: positions from here on are not rotated.
+        shift: position added; fed: place of the token fed beside feature i, i + `fed`.
+        d2t: offsets used.
+        damage: (site, values) -> values, a fault of one site alone.
+    """
+
+    config: dict[str, Any]
+    tensors: Tensors
+    eps: float = 1e-5
+    theta: float = 10000.0
+    layout: str = "half"
+    share: float = 1.0
+    offset: bool = False
+    norm_residual: bool = False
+    norm_output: bool = False
+    before_fc: Callable[[F64, Tensors, float], F64] | None = None
+    pick: Callable[[F64], F64] = lambda states: np.concatenate([states[2], states[4], states[5]], axis=1)
+    window: int | None = None
+    stale: bool = False
+    prefix: tuple[int, float] | None = None
+    limit: int | None = None
+    shift: int = 0
+    fed: int = 1
+    d2t: Any = None
+    damage: Callable[[str, F64], F64] | None = None
+    target: Target = field(default_factory=lambda: demo_target())
+
+
+@dataclass
+class Batch:
+    """Rows of one forward: (root, path) of each and the values of every site."""
+
+    keys: list[tuple[int, tuple[int, ...]]]
+    values: dict[str, Any]
+
+
+class Runner:
+    """The draft over one prompt, as one side computes it."""
+
+    def __init__(
+        self, do: Doing, tokens: Sequence[int], states: F64, dtype: str, rng: np.random.Generator | None
+    ) -> None:
+        self.do, self.tokens, self.dtype, self.rng = do, list(tokens), dtype, rng
+        layer = do.config.get("transformer_layer_config", do.config)
+        self.heads, self.kv_heads, self.size = (
+            layer[k] for k in ("num_attention_heads", "num_key_value_heads", "head_dim")
+        )
+        self.features = do.pick(states)
+        self.slots: dict[int, tuple[F64, F64]] = {}
+        self.done: dict[tuple[int, tuple[int, ...]], dict[str, F64]] = {}
+        self.batches: list[Batch] = []
+
+    def run(self, keys: list[tuple[int, tuple[int, ...]]], *, server: bool, kept: frozenset[int] = frozenset()) -> None:
+        """One forward over rows of one step; slots of `kept` positions are not overwritten."""
+        do, out = self.do, {}
+        step = len(keys[0][1])
+
+        def keep(site: str, values: F64) -> F64:
+            if do.damage is not None:
+                values = do.damage(site, values)
+            if self.rng is not None:
+                values = values * (1 + UNIT[self.dtype] * self.rng.uniform(-1, 1, values.shape))
+            out[site] = values.astype(DTYPES[self.dtype])
+            return out[site].astype(np.float64)
+
+        def norm(x: F64, name: str) -> F64:
+            weight = do.tensors[name]
+            return rms(x, weight + 1 if do.offset else weight, do.eps)
+
+        roots = [root for root, _ in keys]
+        if step == 0:
+            fused = keep("fused", self.features[roots])
+            width = do.tensors["norm.weight"].shape[0]
+            if fused.shape[1] != width:
+                for n in range(fused.shape[1] // width):
+                    out[f"target.hidden.{n}"] = np.ascontiguousarray(out["fused"][:, n * width : (n + 1) * width])
+                entering = keep("fc.in", fused if do.before_fc is None else do.before_fc(fused, do.tensors, do.eps))
+                fused = keep("fc.out", entering @ do.tensors["fc.weight"].T)
+            hidden = keep("hidden", fused)
+        else:
+            hidden = keep("hidden", np.stack([self.done[root, path[:-1]]["carry"] for root, path in keys]))
+        fed = [path[-1] if path else self.tokens[root + do.fed] for root, path in keys]
+        embed = keep("embed", do.tensors["embed_tokens.weight"][fed])
+        at, w = "layer.0", {k[9:]: t for k, t in do.tensors.items() if k.startswith("layers.0.")}
+        one = keep(f"{at}.embed_norm", norm(embed, "layers.0.input_layernorm.weight"))
+        two = keep(f"{at}.hidden_norm", norm(hidden, "layers.0.hidden_norm.weight"))
+        both = np.concatenate([one, two], axis=1)
+        q, k, v = (keep(f"{at}.attn.{n}", both @ w[f"self_attn.{n}_proj.weight"].T) for n in "qkv")
+        places = [root + len(path) for root, path in keys]
+        q, k = (keep(f"{at}.attn.{n}_rope", self._rotate(x, places)) for n, x in (("q", q), ("k", k)))
+        context = keep(f"{at}.attn.context", self._context(keys, q, k, v, server=server, kept=kept))
+        attention = keep(f"{at}.attn.out", context @ w["self_attn.o_proj.weight"].T)
+        residual = keep(f"{at}.attn.residual", (two if do.norm_residual else hidden) + attention)
+        h = keep(f"{at}.mlp.norm", norm(residual, "layers.0.post_attention_layernorm.weight"))
+        gate, up = (keep(f"{at}.mlp.{n}", h @ w[f"mlp.{n}_proj.weight"].T) for n in ("gate", "up"))
+        act = keep(f"{at}.mlp.act", gate / (1 + np.exp(-gate)) * up)
+        stream = keep(f"{at}.out", residual + keep(f"{at}.mlp.out", act @ w["mlp.down_proj.weight"].T))
+        final = keep("norm", norm(stream, "norm.weight"))
+        # the carry is the very tensor, not rounded once more
+        out["carry"] = out["norm"] if do.norm_output else out[f"{at}.out"]
+        keep("logits", final @ do.tensors["lm_head.weight"].T)
+        for row, key in enumerate(keys):
+            self.done[key] = {site: values[row].astype(np.float64) for site, values in out.items()}
+        self.batches.append(Batch(keys, out))
+
+    def _rotate(self, x: F64, places: list[int]) -> F64:
+        turned = turn(x, [p + self.do.shift for p in places], self.size, self.do.theta, self.do.layout, self.do.share)
+        if self.do.limit is not None:
+            past = np.array(places) >= self.do.limit
+            turned[past] = x[past]
+        return turned
+
+    def _context(self, keys: Any, q: F64, k: F64, v: F64, *, server: bool, kept: frozenset[int]) -> F64:
+        own = {root: (k[row], v[row]) for row, (root, path) in enumerate(keys) if not path}
+        for row, (root, path) in enumerate(keys):
+            if root + len(path) not in kept:
+                self.slots[root + len(path)] = k[row], v[row]
+        out = []
+        for row, (root, path) in enumerate(keys):
+            place = root + len(path)
+            if server:
+                # the rows of the call itself come from memory, those before it from the cache
+                seen = [own.get(p, self.slots[p]) if not path else self.slots[p] for p in range(place + 1)]
+            else:
+                seen = [self._of(root_, ()) if root_ not in own else own[root_] for root_ in range(root + 1)]
+                seen += [self._of(root, path[:s]) for s in range(1, len(path))] + ([(k[row], v[row])] if path else [])
+            seen = seen if self.do.window is None else seen[-self.do.window :]
+            keys_seen, values_seen = (np.stack(part) for part in zip(*seen, strict=True))
+            out.append(attend(q[row], keys_seen, values_seen, self.heads, self.kv_heads))
+        return np.stack(out)
+
+    def _of(self, root: int, path: tuple[int, ...]) -> tuple[F64, F64]:
+        row = self.done[root, path]
+        return row["layer.0.attn.k_rope"], row["layer.0.attn.v"]
+
+    def best(self, root: int, path: tuple[int, ...]) -> int:
+        """Target id of the best draft id of a row."""
+        draft = int(self.done[root, path]["logits"].argmax())
+        offsets = self.do.tensors["d2t"] if self.do.d2t is None else self.do.d2t
+        return draft + int(offsets[draft])
+
+
+def serve_prompt(runner: Runner, prompt_tokens: int) -> list[dict[str, Any]]:
+    """Prefill and rounds, until the answer ends; returns the rounds."""
+    tokens, do, rounds = runner.tokens, runner.do, []
+    first = 0
+    if do.prefix is not None:
+        # somebody else's keys stand for the first rows
+        first, factor = do.prefix
+        runner.run([(root, ()) for root in range(first)], server=True)
+        for root in range(first):
+            k, v = runner.slots[root]
+            runner.slots[root] = k * factor, v
+            del runner.done[root, ()]
+        runner.batches.clear()
+    runner.run([(root, ()) for root in range(first, prompt_tokens)], server=True)
+    root = prompt_tokens - 1
+    while root + 2 + STEPS < len(tokens):
+        path: tuple[int, ...] = ()
+        for _ in range(1, STEPS):
+            path = (*path, runner.best(root, path))
+            runner.run([(root, path)], server=True)
+        proposed = (*path, runner.best(root, path))
+        count = 0
+        while count < STEPS and proposed[count] == tokens[root + 2 + count]:
+            count += 1
+        accepted = tokens[root + 2 : root + 2 + count]
+        rounds.append({
+            "round": len(rounds) + 1, "root": root, "proposed": list(proposed), "parents": list(range(STEPS)),
+            "target_argmax": tokens[root + 2 : root + 3 + STEPS], "accepted": accepted,
+            "bonus": tokens[root + 2 + count],
+        })  # fmt: skip
+        after = list(range(root + 1, root + count + 2))
+        guessed = frozenset(range(root + 1, min(root + count, root + STEPS - 1) + 1))
+        runner.run([(one, ()) for one in after], server=True, kept=guessed if do.stale else frozenset())
+        root += count + 1
+    return rounds
+
+
+def train_prompt(runner: Runner, wanted: Sequence[tuple[int, tuple[int, ...]]], prompt_tokens: int) -> None:
+    """Every root, and the wanted chains below some; and the true tokens' rows, of which the best ids alone count."""
+    count = len(runner.tokens) - 1
+    runner.run([(root, ()) for root in range(count)], server=False)
+    true = [
+        (root, tuple(runner.tokens[root + 2 : root + 2 + s])) for s in range(1, STEPS)
+        for root in range(prompt_tokens - 1, count - s)
+    ]  # fmt: skip
+    every = sorted({*wanted, *true})
+    for step in range(1, STEPS):
+        runner.run([key for key in every if len(key[1]) == step], server=False)
+
+
+def write_side(
+    path: Path, side: str, do: Doing, *, dtype: str = "float32", replay: Trace | None = None, layers: bool = True,
+    prompts: Sequence[Sequence[int]] | None = None, settings: dict[str, Any] | None = None,
+    dropped: Sequence[str] = (), shipped: Callable[[str], bool] = lambda _: True, params: Tensors | None = None,
+    draft: Path = DRAFT, answer: Callable[[int], int] = lambda number: number,
+) -> Trace:  # fmt: skip
+    """Run one side over the prompts and write its trace.
+
+    Args:
+        path: the trace.
+        side: ``train`` or ``serve``.
+        do: what it does.
+        dtype: of the trace.
+        replay: serve trace whose chains the train side runs.
+        layers: keep every layer of the target (train side).
+        prompts: tokens with answers; by default `answers`.
+        settings, dropped, draft: for the manifest.
+        shipped: whether a parameter was found in the checkpoint.
+        params: parameters as loaded, if not those used.
+        answer: whose hidden states a prompt is given.
+    """
+    prepare_output(path)
+    texts = prompts or answers()
+    keys = [f"prompt-{number}" for number in range(len(texts))]
+    target = do.target
+    manifest = Manifest(
+        side, "values", {"train": "speculators", "serve": "sglang"}[side], dtype=dtype, device="cpu",  # type: ignore[arg-type]
+        target={"path": str(target.folder), "config": target.config, "num_hidden_layers": target.layers},
+        draft={"path": str(draft), "config": do.config, "dropped_keys": list(dropped)},
+        settings=SETTINGS[side] | (settings or {}),
+        prompts_digest=prompts_digest(keys),
+    )  # fmt: skip
+    writer = TraceWriter(path, manifest)
+    rng = np.random.default_rng(5) if side == "serve" else None
+    rounded = {
+        n: t if t.dtype.kind in "iub" else t.astype(DTYPES[dtype]).astype(np.float64) for n, t in do.tensors.items()
+    }
+    do = Doing(**{**do.__dict__, "tensors": rounded})
+    calls = 0
+    for number, tokens in enumerate(texts):
+        prompt_tokens = len(TEXTS[number % len(TEXTS)].encode())
+        states = target.hidden_states(texts[answer(number)])
+        # another prompt may be shorter: its last rows stand for those it lacks
+        states = states[:, np.minimum(np.arange(len(tokens)), states.shape[1] - 1)]
+        runner = Runner(do, tokens, states, dtype, rng)
+        wanted: set[tuple[int, tuple[int, ...]]] = set()
+        if side == "serve":
+            for record in serve_prompt(runner, prompt_tokens):
+                writer.put_record("rounds", record | {"prompt_id": number})
+        else:
+            if replay is not None:
+                rows = replay.rows
+                here = np.flatnonzero((rows.prompt_id == number) & (rows.step > 0))
+                paths = rows.paths()
+                wanted = {(int(rows.root[row]), paths[row]) for row in here}
+            train_prompt(runner, sorted(wanted), prompt_tokens)
+            if layers:
+                _put_layers(writer, number, states, len(tokens) - 1)
+        for batch in runner.batches:
+            _put_batch(writer, runner, batch, number, calls, wanted)
+            calls += 1
+        writer.put_record("prompts", {
+            "prompt_id": number, "prompt_key": keys[number], "request_id": f"r{number}", "token_ids": list(tokens),
+            "num_prompt_tokens": prompt_tokens, "text": "", "output_ids": list(tokens[prompt_tokens:]),
+        })  # fmt: skip
+    for name, tensor in (params or do.tensors).items():
+        writer.put_record("params", _param(name, tensor, dtype, found=shipped(name)))
+    return open_trace(writer.seal())
+
+
+def _param(name: str, tensor: Any, dtype: str, *, found: bool) -> dict[str, Any]:
+    held = tensor if tensor.dtype.kind in "iub" else tensor.astype(DTYPES[dtype])
+    values = tensor.astype(np.float64)
+    return {
+        "name": name, "canonical_name": name, "shape": list(held.shape), "dtype": str(held.dtype),
+        "digest": hashlib.sha256(np.ascontiguousarray(held).tobytes()).hexdigest()[:16],
+        "norm": float(np.linalg.norm(np.nan_to_num(values))), "nonfinite": int((~np.isfinite(values)).sum()),
+        "in_checkpoint": found,
+    }  # fmt: skip
+
+
+def _put_layers(writer: TraceWriter, number: int, states: F64, count: int) -> None:
+    channels = sample_channels(states.shape[2])
+    for root in range(count):
+        for layer in range(len(states)):
+            sample = states[layer, root, channels].astype(np.float32)
+            writer.put_record("layers", {"prompt_id": number, "root": root, "layer": layer, "sample": sample.tolist()})
+
+
+def _put_batch(writer: TraceWriter, runner: Runner, batch: Batch, number: int, call: int, wanted: set[Any]) -> None:
+    keys = batch.keys
+    rows = Rows.build(
+        prompt_id=[number] * len(keys), root=[root for root, _ in keys], step=[len(path) for _, path in keys],
+        token_id=[path[-1] if path else runner.tokens[root + runner.do.fed] for root, path in keys],
+        position=[root + len(path) + runner.do.shift for root, path in keys], call_id=call,
+        path=[path for _, path in keys],
+    )  # fmt: skip
+    kept = np.array([not wanted or not path or (root, path) in wanted for root, path in keys])
+    at = np.flatnonzero(kept)
+    shapes = [{"site": s, "shape": list(v.shape), "dtype": runner.dtype} for s, v in batch.values.items()]
+    writer.put_record("calls", {
+        "call_id": call, "role": "draft", "mode": "EXTEND", "batch_size": 1, "tokens": len(keys), "shapes": shapes,
+    })  # fmt: skip
+    if at.size:
+        writer.put_rows(rows.take(at))
+        for site, values in batch.values.items():
+            writer.put_values(site, rows.take(at), np.ascontiguousarray(values[at]))
+    ids, logits, logprobs = best_ids(batch.values["logits"], TOPK)
+    offsets = runner.do.tensors["d2t"] if runner.do.d2t is None else runner.do.d2t
+    writer.put_topk(rows, ids, ids + offsets[ids], logits, logprobs)

@@ -1,0 +1,448 @@
+"""The faults themselves, one entry a fault, and the edits they are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tests.support.numpy_pair import Target, answers, read_tensors, rms
+from tests.support.pairs import DRAFT, TARGET
+from tests.support.planted import Change, Edit, Planted, copy_checkpoint
+
+# ---- edits -------------------------------------------------------------------------------------------------------
+
+
+def put(*path: str, value: Any) -> Edit:
+    """Set one entry of a nested dict."""
+
+    def edit(data: dict[str, Any]) -> None:
+        for key in path[:-1]:
+            data = data.setdefault(key, {})
+        data[path[-1]] = value
+
+    return edit
+
+
+def drop(*path: str) -> Edit:
+    """Remove one entry of a nested dict."""
+
+    def edit(data: dict[str, Any]) -> None:
+        for key in path[:-1]:
+            data = data[key]
+        data.pop(path[-1], None)
+
+    return edit
+
+
+def rename(old: str, new: str) -> Edit:
+    """Move one tensor to another name."""
+    return lambda held: held.__setitem__(new, held.pop(old))
+
+
+def fresh(name: str, scale: float = 0.02) -> Edit:
+    """Random numbers in place of a tensor."""
+
+    def edit(tensors: dict[str, Any]) -> None:
+        tensors[name] = np.random.default_rng(7).standard_normal(tensors[name].shape) * scale
+
+    return edit
+
+
+def layers(*ids: int) -> Callable[[Any], Any]:
+    """Features of some target layers, by Hugging Face's numbering."""
+    return lambda states: np.concatenate([states[n] for n in ids], axis=1)
+
+
+def ids(*values: int) -> Edit:
+    """Deployed layer ids (SGLang's numbering)."""
+    return put("eagle_config", "eagle_aux_hidden_state_layer_ids", value=list(values))
+
+
+def trained_ids(*values: int) -> Edit:
+    """Trained layer ids."""
+    return put("eagle_aux_hidden_state_layer_ids", value=list(values))
+
+
+def offsets(change: Callable[[Any, Any], Any]) -> Edit:
+    """A changed d2t, from (offsets, arange)."""
+
+    def edit(held: dict[str, Any]) -> None:
+        held["d2t"] = change(held["d2t"], np.arange(len(held["d2t"])))
+
+    return edit
+
+
+def _ones_for(name: str, width: int) -> Edit:
+    def edit(tensors: dict[str, Any]) -> None:
+        weight = 1 + 0.3 * np.random.default_rng(3).standard_normal(width)
+        tensors[name] = weight.astype(np.float32)
+
+    return edit
+
+
+def _final_norm(states: Any) -> Any:
+    return rms(states, Target().tensors["model.norm.weight"], 1e-5)
+
+
+def _heads(name: str, order: list[int], size: int = 32) -> Edit:
+    def edit(tensors: dict[str, Any]) -> None:
+        rows = tensors[name].reshape(-1, size, tensors[name].shape[1])
+        tensors[name] = rows[order].reshape(tensors[name].shape)
+
+    return edit
+
+
+def _half(name: str) -> Edit:
+    def edit(tensors: dict[str, Any]) -> None:
+        tensors[name] = tensors[name].copy()
+        tensors[name][:, tensors[name].shape[1] // 2 :] = 0
+
+    return edit
+
+
+def _own_embedding(tensors: dict[str, Any]) -> None:
+    held = tensors["embed_tokens.weight"]
+    noise = np.random.default_rng(4).standard_normal(held.shape) * 0.02
+    tensors["embed_tokens.weight"] = (held.astype(np.float64) + noise).astype(held.dtype)
+
+
+def _swap(a: str, b: str) -> Edit:
+    def edit(tensors: dict[str, Any]) -> None:
+        tensors[a], tensors[b] = tensors[b], tensors[a]
+
+    return edit
+
+
+def _embedding_head(rows: int) -> Edit:
+    def edit(tensors: dict[str, Any]) -> None:
+        tensors["lm_head.weight"] = tensors["embed_tokens.weight"][:rows]
+
+    return edit
+
+
+def _each_norm(features: Any, tensors: Any, eps: float) -> Any:
+    width = features.shape[1] // 3
+    parts = [rms(features[:, n * width : (n + 1) * width], tensors[f"fc_norm.{n}.weight"], eps) for n in range(3)]
+    return np.concatenate(parts, axis=1)
+
+
+def _several(*edits: Edit) -> Edit:
+    def edit(data: Any) -> None:
+        for one in edits:
+            one(data)
+
+    return edit
+
+
+def _nan_at(site: str) -> Callable[[str, Any], Any]:
+    def damage(name: str, values: Any) -> Any:
+        if name == site:
+            values = values.copy()
+            values[0, 0] = np.nan
+        return values
+
+    return damage
+
+
+def without(name: str) -> Callable[[str], bool]:
+    """Shipped: all but one parameter."""
+    return lambda one: one != name
+
+
+def _with_bos() -> list[tuple[int, ...]]:
+    return [(256, *tokens) for tokens in answers()]
+
+
+def _deployed_offsets(change: Callable[[Any, Any], Any]) -> Change:
+    held = read_tensors(DRAFT)["d2t"]
+    return {"d2t": change(held, np.arange(len(held)))}
+
+
+HIDDEN_NORM, HEAD = "layers.0.hidden_norm.weight", "lm_head.weight"
+Q, K, V, OUT = (f"layers.0.self_attn.{name}_proj.weight" for name in "qkvo")
+
+HEALTHY = [
+    Planted("healthy", None, None),
+    Planted("position-offset", None, None, serve={"shift": 1}),
+]
+
+
+def faults() -> list[Planted]:
+    """Every fault; built when asked for, since some need the models."""
+    head = read_tensors(DRAFT)["d2t"]
+    return [
+        Planted(
+            "single-layer",
+            "single-layer-features",
+            "fused",
+            serve={"pick": lambda s: s[-1]},
+            config=put("eagle_config", "use_aux_hidden_state", value=False),
+        ),
+        Planted(
+            "layer-ids-shifted",
+            "layer-ids-shifted",
+            "target.hidden.0",
+            config=ids(2, 4, 5),
+            serve={"pick": layers(3, 5, 6)},
+        ),
+        Planted(
+            "layer-ids-shifted-unknown-layers",
+            "layer-ids-shifted",
+            "target.hidden.0",
+            config=ids(2, 4, 5),
+            serve={"pick": layers(3, 5, 6)},
+            train_write={"layers": False},
+        ),
+        Planted(
+            "one-layer-id-wrong",
+            "layer-ids-shifted",
+            "target.hidden.2",
+            config=ids(1, 3, 5),
+            serve={"pick": layers(2, 4, 6)},
+        ),
+        Planted(
+            "layer-ids-default",
+            "layer-ids-default",
+            "target.hidden.0",
+            config=drop("eagle_config", "eagle_aux_hidden_state_layer_ids"),
+            trained=trained_ids(1, 3, 6),
+            train={"pick": layers(1, 3, 6)},
+        ),
+        Planted("features-permuted", "features-permuted", "target.hidden.0", serve={"pick": layers(4, 2, 5)}),
+        Planted(
+            "features-permuted-by-ids",
+            "features-permuted",
+            "target.hidden.0",
+            config=ids(3, 1, 4),
+            serve={"pick": layers(4, 2, 5)},
+        ),
+        Planted(
+            "features-zero",
+            "features-degenerate",
+            "target.hidden.1",
+            train={"pick": lambda s: np.concatenate([s[2], 0 * s[4], s[5]], axis=1)},
+        ),
+        Planted("features-one-layer-thrice", "features-degenerate", "target.hidden.1", train={"pick": layers(2, 2, 2)}),
+        Planted(
+            "features-of-another-prompt",
+            "features-degenerate",
+            "target.hidden.0",
+            train_write={"answer": lambda n: (n + 1) % 3},
+        ),
+        Planted(
+            "features-normed",
+            "features-normed",
+            "target.hidden.0",
+            train={"pick": lambda s: layers(2, 4, 5)(_final_norm(s))},
+        ),
+        Planted(
+            "features-after-the-final-norm",
+            "features-normed",
+            "target.hidden.2",
+            trained=trained_ids(2, 4, 8),
+            config=ids(1, 3, 7),
+            train={"pick": layers(2, 4, 8)},
+            serve={"pick": layers(2, 4, 9)},
+        ),
+        Planted("tokens-differ", "tokens-differ", "token", serve_write={"prompts": _with_bos()}),
+        Planted("input-shift", "input-shift", "token", serve={"fed": 0}),
+        Planted(
+            "features-one-row-late",
+            "input-shift",
+            "target.hidden.0",
+            train={"pick": lambda s: np.roll(layers(2, 4, 5)(s), 1, axis=0)},
+        ),
+        Planted(
+            "weights-dropped",
+            "weights-dropped",
+            "layer.0.hidden_norm",
+            stored=rename(HIDDEN_NORM, "decoder.hidden_norm.weight"),
+            serve_tensors=lambda t: t.update({HIDDEN_NORM: np.ones(128)}),
+            serve_write={"dropped": ["decoder.hidden_norm.weight"], "shipped": without(HIDDEN_NORM)},
+        ),
+        Planted(
+            "weights-dropped-q",
+            "weights-dropped",
+            "layer.0.attn.q",
+            stored=rename(Q, "decoder.self_attn.q_proj.weight"),
+            serve_tensors=fresh(Q),
+            serve_write={"dropped": ["decoder.self_attn.q_proj.weight"], "shipped": without(Q)},
+        ),
+        Planted(
+            "lm-head-missing",
+            "weights-missing",
+            "logits",
+            stored=drop(HEAD),
+            serve_tensors=fresh(HEAD),
+            serve_write={"shipped": without(HEAD)},
+        ),
+        Planted(
+            "lm-head-tied",
+            "lm-head-tied",
+            "logits",
+            config=put("tie_word_embeddings", value=True),
+            serve_tensors=_embedding_head(80),
+            serve_write={"params": _params_without_head(), "dropped": [HEAD]},
+        ),
+        Planted(
+            "lm-head-from-target",
+            "lm-head-from-target",
+            "logits",
+            config=put("draft_vocab_size", value=None),
+            serve_tensors=_embedding_head(320),
+            serve={"d2t": np.zeros(320, dtype=np.int64)},
+        ),
+        Planted(
+            "embedding-replaced",
+            "embedding-replaced",
+            "embed",
+            trained_stored=_own_embedding,
+            trained=put("embed_requires_grad", value=True),
+        ),
+        Planted(
+            "d2t-holds-ids",
+            "d2t-absolute",
+            "topk.target_id",
+            stored=offsets(lambda d, n: d + n),
+            serve=_deployed_offsets(lambda d, n: d + n),
+            serve_tensors=lambda t: t.update(d2t=head + np.arange(len(head))),
+        ),
+        Planted(
+            "d2t-minus-arange",
+            "d2t-absolute",
+            "topk.target_id",
+            stored=offsets(lambda d, n: d - n),
+            serve=_deployed_offsets(lambda d, n: d - n),
+            serve_tensors=lambda t: t.update(d2t=head - np.arange(len(head))),
+        ),
+        Planted(
+            "d2t-zeros",
+            "d2t-missing",
+            "topk.target_id",
+            stored=offsets(lambda d, _: 0 * d),
+            serve=_deployed_offsets(lambda d, _: 0 * d),
+            serve_tensors=lambda t: t.update(d2t=0 * head),
+        ),
+        Planted(
+            "d2t-stale",
+            "d2t-stale",
+            "topk.target_id",
+            stored=offsets(lambda d, _: d + 1),
+            serve=_deployed_offsets(lambda d, _: d + 1),
+            serve_tensors=lambda t: t.update(d2t=head + 1),
+        ),
+        Planted(
+            "residual-norm",
+            "residual-norm",
+            "layer.0.attn.residual",
+            trained=put("norm_before_residual", value=True),
+            train={"norm_residual": True},
+        ),
+        Planted(
+            "norm-before-fc",
+            "fc-norm-ignored",
+            "fc.in",
+            trained=put("norm_before_fc", value=True),
+            trained_stored=_ones_for("input_norm.weight", 384),
+            train={"before_fc": lambda x, t, eps: rms(x, t["input_norm.weight"], eps)},
+        ),
+        Planted(
+            "fc-norm",
+            "fc-norm-ignored",
+            "fc.in",
+            trained=put("fc_norm", value=True),
+            trained_stored=_several(*(_ones_for(f"fc_norm.{n}.weight", 128) for n in range(3))),
+            train={"before_fc": _each_norm},
+        ),
+        Planted(
+            "fc-norm-not-trained",
+            "fc-norm-ignored",
+            "fc.in",
+            config=put("eagle_config", "norm_before_fc", value=True),
+            serve={"before_fc": lambda x, _, eps: rms(x, np.ones(384), eps)},
+        ),
+        Planted(
+            "carry-norm", "carry-norm", "carry", trained=put("norm_output", value=True), train={"norm_output": True}
+        ),
+        Planted(
+            "norm-eps", "norm-eps", "layer.0.embed_norm", config=put("rms_norm_eps", value=1e-2), serve={"eps": 1e-2}
+        ),
+        Planted("norm-eps-of-the-engine", "norm-eps", "layer.0.embed_norm", serve={"eps": 1e-3}),
+        Planted("norm-offset", "norm-offset", "layer.0.embed_norm", serve={"offset": True}),
+        Planted(
+            "rope-theta",
+            "rope-theta",
+            "layer.0.attn.q_rope",
+            config=put("rope_parameters", "rope_theta", value=500.0),
+            serve={"theta": 500.0},
+        ),
+        Planted("rope-theta-of-the-engine", "rope-theta", "layer.0.attn.q_rope", serve={"theta": 20000.0}),
+        Planted("rope-interleaved", "rope-layout", "layer.0.attn.q_rope", serve={"layout": "pairs"}),
+        Planted("rope-partial", "rope-layout", "layer.0.attn.q_rope", serve={"share": 0.5}),
+        Planted(
+            "max-position",
+            "max-position",
+            "layer.0.attn.q_rope",
+            config=put("max_position_embeddings", value=32),
+            serve={"limit": 32},
+        ),
+        Planted(
+            "query-heads-permuted", "qkv-order", "layer.0.attn.q", serve_tensors=_heads(Q, [2, 3, 0, 1]), loaded=True
+        ),
+        Planted("keys-and-values-swapped", "qkv-order", "layer.0.attn.k", serve_tensors=_swap(K, V), loaded=True),
+        Planted("sliding-window", "sliding-window", "layer.0.attn.context", serve={"window": 24}),
+        Planted(
+            "sliding-window-flag",
+            "sliding-window",
+            "layer.0.attn.context",
+            serve={"window": 24},
+            serve_write={"settings": {"sglang_args": ["--speculative-draft-window-size", "24"]}},
+        ),
+        Planted("kv-not-refreshed", "kv-not-refreshed", "layer.0.attn.context", serve={"stale": True}),
+        Planted("kv-cached-prefix", "kv-cached-prefix", "layer.0.attn.context", serve={"prefix": (10, 1.5)}),
+        Planted("attention-not-reduced", "tp-shard", "layer.0.attn.out", serve_tensors=_half(OUT), loaded=True),
+        Planted(
+            "mlp-not-reduced",
+            "tp-shard",
+            "layer.0.mlp.out",
+            serve_tensors=_half("layers.0.mlp.down_proj.weight"),
+            loaded=True,
+        ),
+        Planted("nan", "nonfinite", "layer.0.mlp.out", serve={"damage": _nan_at("layer.0.mlp.out")}),
+        Planted(
+            "metric",
+            "metric",
+            None,
+            serve_write={"settings": {"server_counts": {"r": {"spec_accept_length": 1.04, "spec_verify_ct": 24}}}},
+        ),
+    ]
+
+
+def _params_without_head() -> Any:
+    held = read_tensors(DRAFT)
+    held.pop(HEAD)
+    return held
+
+
+def target_with_noise(folder: Path) -> Planted:
+    """The server's target is another one: every matrix a little off."""
+
+    def stir(held: dict[str, Any]) -> None:
+        draw = np.random.default_rng(9)
+        for name, one in held.items():
+            if one.ndim == 2 and "embed" not in name:
+                held[name] = (one.astype(np.float64) * (1 + 0.05 * draw.standard_normal(one.shape))).astype(one.dtype)
+
+    path, _ = copy_checkpoint(TARGET, folder / "other-target", None, stir)
+    return Planted("target-differs", "target-differs", "target.hidden.0", serve={"target": Target(path)})
+
+
+def two_faults() -> Planted:
+    """A server of single-layer features that also has the wrong eps."""
+    one, two = (next(p for p in faults() if p.name == name) for name in ("single-layer", "norm-eps"))
+    config = _several(one.config or (lambda _: None), two.config or (lambda _: None))
+    return replace(one, name="two-faults", config=config, serve={**one.serve, **two.serve})
