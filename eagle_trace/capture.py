@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
 Int32 = NDArray[np.int32]
-Array = NDArray[np.generic]
+Array = NDArray[Any]
 
 #: dtypes whose exact bytes a trace can hold, by the name used on disk
 DTYPES: dict[str, np.dtype[np.generic]] = {
@@ -180,7 +181,7 @@ class Statistics:
 
 def row_statistics(values: Array) -> Statistics:
     """Statistics of each row of `values` [T, W], any dtype of `DTYPES`; computed in float32 with float64 sums over rows."""
-    x_TW: NDArray[np.floating] = values if values.dtype == np.float64 else to_float32(values)  # type: ignore[assignment]
+    x_TW: NDArray[np.floating] = values if values.dtype == np.float64 else to_float32(values)
     width = x_TW.shape[1]
     square = np.einsum("tw,tw->t", x_TW, x_TW).astype(np.float64)
     nonfinite = np.zeros(len(x_TW), dtype=np.int32)

@@ -107,32 +107,32 @@ class Trace:
     @cached_property
     def prompts(self) -> pd.DataFrame:
         """Prompts: prompt_id, prompt_key, request_id, token_ids, num_prompt_tokens, text, output_ids."""
-        return self.table("prompts").to_pandas()
+        return _frame(self.table("prompts"))
 
     @cached_property
     def calls(self) -> pd.DataFrame:
         """Forwards: call_id, role, mode, batch_size, tokens and the shapes and dtypes seen at every site."""
-        return self.table("calls").to_pandas()
+        return _frame(self.table("calls"))
 
     @cached_property
     def params(self) -> pd.DataFrame:
         """Parameters as the host loaded them: names, shape, dtype, digest, norm, found in the checkpoint or not."""
-        return self.table("params").to_pandas()
+        return _frame(self.table("params"))
 
     @cached_property
     def topk(self) -> pd.DataFrame:
         """Best draft ids of each row with their target ids, logits and log-probabilities."""
-        return self.table("topk").to_pandas()
+        return _frame(self.table("topk"))
 
     @cached_property
     def rounds(self) -> pd.DataFrame:
         """Verify rounds (serve side): tokens proposed and accepted, the target's own choice."""
-        return self.table("rounds").to_pandas()
+        return _frame(self.table("rounds"))
 
     @cached_property
     def floors(self) -> pd.DataFrame:
         """Rounding floor of each site and step, measured by the train side."""
-        return self.table("floors").to_pandas()
+        return _frame(self.table("floors"))
 
     @cached_property
     def rows(self) -> Rows:
@@ -208,7 +208,7 @@ class Trace:
         data = self._one(site)
         tables = [_read_group(group, None) for group in data.groups]
         table = pa.concat_tables(tables)
-        frame = table.drop_columns(["values"]).to_pandas() if data.has_values else table.to_pandas()
+        frame = _frame(table.drop_columns(["values"]) if data.has_values else table)
         if data.has_values:
             frame["values"] = list(self.values(site))
         return frame
@@ -249,6 +249,11 @@ def open_trace(path: str | Path, *, allow_partial: bool = False) -> Trace:
             f"{path} is damaged: {'; '.join(missing[:3])}. Record it again, or pass --allow-partial to read what is whole"
         )
     return Trace(path, manifest, sealed=sealed and not missing, missing=missing)
+
+
+def _frame(table: pa.Table) -> pd.DataFrame:
+    frame: pd.DataFrame = table.to_pandas()
+    return frame
 
 
 def _check_file(path: Path, file: str, size: int) -> str | None:
@@ -377,10 +382,11 @@ class ValueReader:
         if (group_of == first).all():
             local = index - self._starts[first]
             start = int(local[0])
-            array = self._group(first)
+            array: Array = self._group(first)
             if (np.diff(local) == 1).all():
                 return array[start : start + len(local)]
-            return array[local]
+            picked: Array = array[local]
+            return picked
         out = np.empty((len(index), self.data.width), dtype=self._dtype)
         for group in np.unique(group_of):
             where = np.flatnonzero(group_of == group)

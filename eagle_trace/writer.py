@@ -11,7 +11,7 @@ import queue
 import shutil
 import threading
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -188,7 +188,7 @@ class TraceWriter:
         self._queue.put((kind, (item, size)))
 
     def _run(self) -> None:
-        handlers = {
+        handlers: dict[str, Callable[[Any], None]] = {
             "rows": self._take_rows,
             "values": self._take_values,
             "topk": self._take_topk,

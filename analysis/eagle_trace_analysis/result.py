@@ -213,6 +213,11 @@ class Diff:
         """0 agree, 1 diverged, 2 could not compare."""
         return {"agree": 0, "diverged": 1, "incomparable": 2}[self.verdict]
 
+    def __repr__(self) -> str:
+        first = self.first_divergence
+        where = f" at {first.site}, step {first.step}" if first is not None else ""
+        return f"Diff({self.verdict}{where}; {len(self.sites)} sites and steps, level {self.level})"
+
     def _repr_html_(self) -> str:
         from eagle_trace_analysis.report.notebook import diff_html
 

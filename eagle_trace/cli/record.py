@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -83,7 +83,7 @@ def record(
             raise UsageError("record --mode serve needs --target, --draft, --prompts and --out")
         if replay is not None or features is not None:
             raise UsageError("--replay and --features belong to record --mode train")
-        own = {
+        own: dict[str, Any] = {
             "steps": steps or 3, "topk": topk, "draft_tokens": draft_tokens, "max_new_tokens": max_new_tokens,
             "batch_size": batch_size, "sglang_args": tuple(sglang_args or ()), "argv": tuple(sys.argv),
         }  # fmt: skip

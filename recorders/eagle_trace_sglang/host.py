@@ -111,20 +111,22 @@ class Host:
     def _pump(self) -> None:
         """Take in whatever arrives within half a second, and notice who died."""
         roles = {connection: role for role, connection in self._connections.items()}
-        for source in wait([self._session, *roles], timeout=0.5):
+        sources: list[Any] = [self._session, *roles]
+        source: Any
+        for source in wait(sources, timeout=0.5):
             if source is self._session:
                 role, connection = self._session.accept()
                 self._connections[role] = connection
                 continue
             try:
-                message: Message = source.recv()  # type: ignore[union-attr]
+                message: Message = source.recv()
             except (EOFError, OSError):
                 self._died()
             if message[0] == "refused":
                 raise PromptsError(message[1])
             if message[0] == "failed":
                 raise RecordingError(f"the recording failed, SGLang did not: {message[1]}\n{message[2]}")
-            self._inbox[roles[source]].append(message)  # type: ignore[index]
+            self._inbox[roles[source]].append(message)
         if self._process.poll() is not None:
             self._died()
 

@@ -148,3 +148,21 @@ def test_a_step_without_rows_has_keys_of_length_zero() -> None:
     assert isinstance(only, Pack)
     assert len(only.rows(3, 0)) == 0
     assert only.index(3).dtype == np.intp
+
+
+def test_guesses_are_the_true_tokens_rows_that_nobody_captures() -> None:
+    chains = [(2, (14,)), (2, (14, 99)), (3, (98,))]
+    documents = replayed(0, TOKENS, 5, chains, guess_from=2, steps=3)
+    guesses = [roots.tolist() for roots in documents[0].guesses]
+    # at step 1 root 2 is captured anyway (its chain starts with the true token), and root 4 has no true token left
+    assert guesses == [[], [3], [2]]
+    assert documents[0].steps == 3
+    assert all(not document.guesses for document in documents[1:])
+    (packed,) = pack(documents, budget=100)
+    rows = packed.rows(1, 0, guesses=True)
+    assert (rows.root.tolist(), rows.token_id.tolist(), rows.paths()) == ([3], [15], [(15,)])
+    assert packed.index(1, guesses=True).tolist() == [3]
+
+
+def test_no_guesses_without_a_root_to_start_from() -> None:
+    assert replayed(0, TOKENS, 5, [(2, (14,))])[0].guesses == ()

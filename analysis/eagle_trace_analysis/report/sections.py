@@ -213,19 +213,28 @@ def causes(diff: Diff) -> str:
     for verdict, title in ((RULED_OUT, "Ruled out"), (NOT_TESTED, "Not tested")):
         if groups[verdict]:
             is_open = " open" if verdict == RULED_OUT else ""
-            inner = "".join(_cause(cause) for cause in groups[verdict])
+            inner = _suspects(groups[verdict])
             parts.append(f"<details{is_open}><summary>{title}: {len(groups[verdict])}</summary>{inner}</details>")
     return "".join([*parts, "</section>"])
 
 
+def _suspects(found: list[CauseView]) -> str:
+    """Suspects as a table: there are many, and each has one line to say."""
+    rows = []
+    for cause in found:
+        words = "<br>".join(e(line) for line in cause.evidence)
+        words += f"<br><b>To test it:</b> {e(cause.fix)}" if cause.fix else ""
+        rows.append(f"<tr><th>{e(cause.name)}</th><td class='text'>{words}</td></tr>")
+    return f"<div class='scroll'><table><tbody>{''.join(rows)}</tbody></table></div>"
+
+
 def _cause(cause: CauseView) -> str:
-    kind, badge = {CONFIRMED: ("", "bad"), RULED_OUT: ("out", "ok")}.get(cause.verdict, ("untested", "muted"))
+    """A confirmed cause with its evidence and its fix."""
     evidence = "".join(f"<p>{e(line)}</p>" for line in cause.evidence)
-    label = "To test it" if cause.verdict == NOT_TESTED else "Fix"
-    fix = f"<p class='fix'><b>{label}:</b> {e(cause.fix)}</p>" if cause.fix else ""
+    fix = f"<p class='fix'><b>Fix:</b> {e(cause.fix)}</p>" if cause.fix else ""
     at = f" at <code>{e(cause.site)}</code>" if cause.site else ""
-    title = f"<h3><span class='badge {badge}'>{e(cause.verdict)}</span>{e(cause.name)}{at}</h3>"
-    return f"<div class='cause {kind}'>{title}{evidence}{fix}</div>"
+    title = f"<h3><span class='badge bad'>{e(cause.verdict)}</span>{e(cause.name)}{at}</h3>"
+    return f"<div class='cause'>{title}{evidence}{fix}</div>"
 
 
 def sites(diff: Diff) -> str:

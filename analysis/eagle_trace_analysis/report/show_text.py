@@ -13,8 +13,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from eagle_trace_analysis.report.text import WIDTH
-
+WIDTH = 80
 _ELEMENTS = 8
 
 
