@@ -81,11 +81,11 @@ def prompt_names(trace: Trace, length: int = 40) -> dict[int, str]:
 
 
 def _common_start(texts: list[str]) -> str:
-    """Whole words that all of several texts begin with."""
-    if len(texts) < 2:
+    """Whole words that all of several texts begin with; nothing if they are all the same."""
+    first, last = min(texts, default=""), max(texts, default="")
+    if first == last:
         return ""
-    first, last = min(texts), max(texts)
-    count = next((at for at, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), min(len(first), len(last)))
+    count = next((at for at, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))
     return first[: first.rfind(" ", 0, count) + 1]
 
 

@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from transformers import AutoModelForCausalLM
 
-from eagle_trace.capture import Array
+from eagle_trace.capture import Array, sample_channels
 from eagle_trace.errors import CheckpointError, UsageError
 from eagle_trace.reader import Trace, ValueReader, read_keys
 from eagle_trace.recorder import Hooks
@@ -59,7 +59,8 @@ class ComputedFeatures:
     """Features from a forward of the target over all prompts, in the serving and in the reference dtype.
 
     The target is loaded once, widened in place for the second pass, and gone before the draft runs; the
-    features of all prompts stay in host memory.
+    features of all prompts stay in host memory. Beside them `layers` holds a few channels of every layer's hidden
+    state, so that whatever a server fed instead can be recognised later.
 
     Args:
         target: folder of the target.
@@ -96,7 +97,9 @@ class ComputedFeatures:
                 f"the target {target} ({type(model).__name__}) has no decoder layers to take features from"
             )
         progress(f"target features of {len(tasks)} prompts in {dtype}")
-        self._low = self._run(decoder, layer_ids, tasks, dtype)
+        self.layers = LayerSamples(decoder, sum(max(0, len(task.token_ids) - 1) for task in tasks))
+        with self.layers:
+            self._low = self._run(decoder, layer_ids, tasks, dtype, self.layers.keep)
         progress(f"target features of {len(tasks)} prompts in {reference}, for the rounding floor")
         self._reference = self._run(raise_dtype(decoder, reference), layer_ids, tasks, reference)
 
@@ -109,7 +112,13 @@ class ComputedFeatures:
         return (self._reference if reference else self._low)[task.prompt_id]
 
     @staticmethod
-    def _run(decoder: Any, layer_ids: Sequence[int], tasks: Sequence[Task], dtype: str) -> dict[int, Any]:
+    def _run(
+        decoder: Any,
+        layer_ids: Sequence[int],
+        tasks: Sequence[Task],
+        dtype: str,
+        after: Callable[[int], None] = lambda _: None,
+    ) -> dict[int, Any]:
         found: dict[int, Any] = {}
         device = next(decoder.parameters()).device
 
@@ -131,10 +140,56 @@ class ComputedFeatures:
                 token_ids = torch.tensor([task.token_ids[:-1]], dtype=torch.long, device=device)
                 if token_ids.shape[1]:
                     decoder(input_ids=token_ids, use_cache=False)
+                    after(task.prompt_id)
                     features[task.prompt_id] = torch.cat([found[layer] for layer in layer_ids], dim=-1).cpu()
                 else:
                     features[task.prompt_id] = torch.empty(0, 0, dtype=DTYPES[dtype])
         return features
+
+
+class LayerSamples:
+    """A few channels of every layer's hidden state at some roots: the rows of layers.parquet. A context manager.
+
+    Layer i is the input of decoder layer i (Hugging Face's `hidden_states[i]`), L the last layer's output, L + 1 the
+    same behind the final norm.
+
+    Args:
+        decoder: the target's decoder.
+        roots: roots of all prompts together; every k-th is kept, such that at most `SAMPLED_ROOTS` are.
+    """
+
+    SAMPLED_ROOTS = 512
+
+    def __init__(self, decoder: Any, roots: int) -> None:
+        self.records: list[dict[str, Any]] = []
+        self._decoder = decoder
+        self._stride = max(1, -(-roots // self.SAMPLED_ROOTS))
+        self._found: dict[int, Array] = {}
+        self._hooks = Hooks()
+
+    def __enter__(self) -> LayerSamples:
+        layers, norm = self._decoder.layers, self._decoder.norm
+        for number, module in enumerate([*layers, norm]):
+            self._hooks.before(module, self._taker(number))
+        self._hooks.after(norm, lambda _module, _args, output: self._take(len(layers) + 1, output))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._hooks.remove()
+
+    def _taker(self, layer: int) -> Callable[[Any, tuple[Any, ...], dict[str, Any]], None]:
+        return lambda _module, args, kwargs: self._take(layer, args[0] if args else kwargs["hidden_states"])
+
+    def _take(self, layer: int, hidden: Any) -> None:
+        channels = torch.from_numpy(sample_channels(hidden.shape[-1])).to(hidden.device)
+        self._found[layer] = hidden[0, :: self._stride].index_select(-1, channels).float().cpu().numpy()
+
+    def keep(self, prompt_id: int) -> None:
+        """Keep what the last forward of the decoder showed, as rows of the prompt."""
+        for layer, samples in sorted(self._found.items()):
+            for number, sample in enumerate(samples):
+                row = {"prompt_id": prompt_id, "root": number * self._stride, "layer": layer, "sample": sample}
+                self.records.append(row)
 
 
 # ---- serve: what the server fed its draft

@@ -14,7 +14,7 @@ from eagle_trace.capture import Array
 from eagle_trace.recorder import best_ids
 from eagle_trace.writer import TraceWriter
 from eagle_trace_speculators.documents import Document, Pack, pack, replayed, teacher_forced
-from eagle_trace_speculators.features import Features
+from eagle_trace_speculators.features import ComputedFeatures, Features
 from eagle_trace_speculators.floors import REFERENCE, Floors
 from eagle_trace_speculators.forward import PackRunner, row_budget
 from eagle_trace_speculators.load import LoadedDraft, raise_dtype
@@ -81,6 +81,9 @@ class Session:
     def _put_tables(self) -> None:
         for task in self.tasks:
             self.writer.put_record("prompts", task.record)
+        if isinstance(self.features, ComputedFeatures):
+            for record in self.features.layers.records:
+                self.writer.put_record("layers", record)
         for record in loaded_params(self.draft.model, self.draft.stored):
             self.writer.put_record("params", record)
             if record["nonfinite"]:

@@ -159,8 +159,9 @@ def test_prompts_are_told_apart_by_what_they_do_not_share(tmp_path: Path) -> Non
     trace = write_trace(tmp_path / "a.trace", Side("train"), prompts)
     assert prompt_names(trace) == {0: "key-0", 1: "key-1"}
     assert _common_start(["You are a bot. Say a", "You are a bot. Say bee"]) == "You are a bot. Say "
-    assert _common_start(["one"]) == ""
-    assert _common_start(["same words", "same words"]) == "same "
+    assert _common_start(["one"]) == _common_start([]) == ""
+    assert _common_start(["a b", "a b c"]) == "a "
+    assert _common_start(["same words", "same words"]) == ""
 
 
 @pytest.mark.parametrize(("count", "words"), [(12, "12 B"), (1500, "1.5 kB"), (4.2e9, "4.2 GB"), (7e12, "7000.0 GB")])

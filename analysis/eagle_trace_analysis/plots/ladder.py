@@ -226,6 +226,7 @@ def _mark_first(made: Any, diff: Diff, statistic: str, low: float, high: float) 
         left = at > (math.log10(low) + math.log10(high)) / 2
         place = {"x": at, "xref": "x", "xanchor": "right" if left else "left", "xshift": -12 if left else 12}
     made.add_annotation(
+        name="wide",
         y=first.site,
         yref="y",
         showarrow=False,

@@ -93,7 +93,7 @@ def figure(title: str, subtitle: str, *, height: int, **layout: Any) -> Any:
 
 def text(words: object) -> str:
     """Text for a plot: plotly reads a little HTML, which names and prompts must not be able to write."""
-    return html.escape(str(words), quote=False)
+    return html.escape("".join(one if one.isprintable() else "·" for one in str(words)), quote=False)
 
 
 def shorten(words: str, length: int = 40) -> str:

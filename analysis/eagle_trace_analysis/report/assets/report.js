@@ -10,6 +10,7 @@
       const entries = figure.data.filter((trace) => trace.name && trace.showlegend !== false).length;
       figure.layout.margin.t = entries > 1 ? 30 + 19 * Math.ceil(entries / 2) : 24;
       Object.assign(figure.layout.font, { size: 10 });
+      // what has no room beside the markers: the ticks and the hover say it too
       figure.data = figure.data.filter((trace) => trace.mode !== "text");
       figure.layout.annotations = (figure.layout.annotations || []).filter((one) => one.name !== "wide");
       for (const [name, axis] of Object.entries(figure.layout)) {
