@@ -17,8 +17,9 @@ from eagle_trace.reader import open_trace
 from eagle_trace_analysis import Diff, diff
 from eagle_trace_analysis.diagnose import diagnosed
 from eagle_trace_analysis.report.html import render_html
-from eagle_trace_analysis.report.sections import e
+from eagle_trace_analysis.report.sections import e, lead
 from tests.support.hostile import SCRIPT, hostile_pair
+from tests.support.synthetic import Side, make_prompts, write_trace
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests" / "golden"
@@ -169,6 +170,16 @@ def test_incomparable_traces_have_a_report(tmp_path: Path) -> None:
     page = render_html(diff(train, open_trace(GOLDEN / "healthy.trace")))
     assert "The two traces could not be compared" in Elements(page).text
     assert "no prompt in common" in Elements(page).text
+
+
+def test_the_report_claims_no_equality_that_was_not_found(tmp_path: Path) -> None:
+    prompts = make_prompts(2)
+    moved = Side("serve", single_layer=True, position_shift=lambda _, step: step)
+    train = write_trace(tmp_path / "train.trace", Side("train"), prompts)
+    alone = write_trace(tmp_path / "alone.trace", Side("serve", single_layer=True), prompts)
+    both = write_trace(tmp_path / "both.trace", moved, prompts)
+    assert "Nothing it is computed from was found to differ" in lead(diff(train, alone))
+    assert "Nothing it is computed from was found to differ" not in lead(diff(train, both))
 
 
 # ---- the command -------------------------------------------------------------------------------------------------

@@ -62,8 +62,11 @@ def lead(diff: Diff) -> str:
     meaning = {site.name: site.meaning for site in draft_sites(64, 8)}.get(first.site, "")
     behind = sum(result.verdict == "diverged" and not result.frontier for result in diff.sites)
     words = f"{first.site}: {meaning}. " if meaning else ""
-    words += f"{_sentence(first.why)} Everything it is computed from is equal on both sides"
-    return e(words + (f"; {behind} sites and steps behind it differ too." if behind else "."))
+    words += _sentence(first.why)
+    # a shape comes first even where tokens differ too, which is then a divergence of its own
+    if first.kind not in ("shape", "presence") or len(diff.frontier) == 1:
+        words += " Nothing it is computed from was found to differ."
+    return e(words + (f" {behind} sites and steps behind it differ too." if behind else ""))
 
 
 def _sentence(words: str) -> str:

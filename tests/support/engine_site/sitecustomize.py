@@ -1,0 +1,8 @@
+"""On PYTHONPATH of a server under test only: lets tests plant faults inside the engine's processes."""
+
+import os
+
+if os.environ.get("EAGLE_TRACE_TEST_FAULT"):
+    from tests.support import engine_faults
+
+    engine_faults.hook_plugin()
