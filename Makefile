@@ -45,6 +45,8 @@ test: lint
 bench: $(STAMP)
 	$(BIN)/python tests/benchmarks/bench_diff.py
 	$(BIN)/python tests/benchmarks/bench_record.py
+	$(BIN)/python tests/benchmarks/bench_check.py
+	$(BIN)/python tests/benchmarks/bench_report.py
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

@@ -12,6 +12,7 @@ from eagle_trace.cli.demo import demo
 from eagle_trace.cli.diff import diff
 from eagle_trace.cli.export import export
 from eagle_trace.cli.record import record
+from eagle_trace.cli.show import show
 from eagle_trace.errors import EagleTraceError
 
 INTERRUPTED = 130  # what shells report for a program ended by Ctrl-C; 1 would mean "diverged"
@@ -42,6 +43,7 @@ app = typer.Typer(
 )
 app.command()(record)
 app.command()(diff)
+app.command()(show)
 app.command()(check)
 app.command()(demo)
 app.command()(export)

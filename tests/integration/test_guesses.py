@@ -15,7 +15,9 @@ pytestmark = pytest.mark.integration
 
 (TOKENS,) = random_prompts([14])
 #: a first token that is not the true one, so nothing below root 6 lies on the true path
-CHAINS: dict[int, list[tuple[int, tuple[int, ...]]]] = {0: [(6, ((TOKENS[8] + 1) % 96, 5)), (9, (TOKENS[11], TOKENS[12]))]}
+CHAINS: dict[int, list[tuple[int, tuple[int, ...]]]] = {
+    0: [(6, ((TOKENS[8] + 1) % 96, 5)), (9, (TOKENS[11], TOKENS[12]))]
+}
 
 
 def best(trace: Trace) -> dict[tuple[int, tuple[int, ...]], tuple[int, int]]:

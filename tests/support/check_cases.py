@@ -89,8 +89,6 @@ def setting(**changes: Any) -> Harm:
 
 def eagle(**changes: Any) -> Harm:
     def harm(config: Config, _: make.Tensors) -> None:
-        config["eagle_config"] = {
-            k: v for k, v in {**config["eagle_config"], **changes}.items() if v != "gone"
-        }
+        config["eagle_config"] = {k: v for k, v in {**config["eagle_config"], **changes}.items() if v != "gone"}
 
     return harm

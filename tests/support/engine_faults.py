@@ -1,12 +1,13 @@
 """Faults inside a running SGLang, for tests: one engine, and the fault of the moment is read from a file.
 
-`sitecustomize` (in `engine_site`) calls `hook_plugin` in every process of the server. The wrapped plugin entry point hangs
-`install` behind the load of the draft worker. Every patched module asks `current` on each call, so that one server can
+`sitecustomize` (in `engine_site`) calls `hook_plugin` in every process of the server. The wrapped plugin entry point
+hangs `install` behind the load of the draft worker. Every patched module asks `current` on each call, so that one server can
 be recorded with many faults; without a name in the file it computes as ever.
 """
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -41,12 +42,14 @@ def install(_result: Any, worker: Any, *_args: Any, **_kwargs: Any) -> None:
     model = worker.draft_runner.model
     inner = model.model
     layer = inner.layers[0]
+    # SGLang shares one rotary embedding among all models that ask for the same: the target must keep its own
+    layer.self_attn.rotary_emb = copy.deepcopy(layer.self_attn.rotary_emb)
     state: dict[str, Any] = {"batch": None}
     _watch_batch(inner, layer, state)
     for norm in (layer.input_layernorm, layer.hidden_norm, layer.post_attention_layernorm, inner.norm):
         _patch_norm(norm)
     _patch_rope(layer.self_attn.rotary_emb)
-    _patch_output(layer.self_attn.qkv_proj, "qkv-heads", lambda module, args, out: _swap_heads(layer.self_attn, out))
+    _patch_output(layer.self_attn.qkv_proj, "qkv-heads", lambda *given: _swap_heads(layer.self_attn, given[-1]))
     _patch_output(layer.self_attn.o_proj, "attention-not-reduced", _half_product)
     _patch_output(layer.mlp.down_proj, "mlp-not-reduced", _half_product)
     _patch_output(layer.mlp.down_proj, "nan", _one_nan)
@@ -155,10 +158,10 @@ def _patch_cache(pool: Any, state: dict[str, Any]) -> None:
         if current() != "stale" or batch is None or batch.forward_mode.name != "DRAFT_EXTEND_V2":
             return write(layer, location, *args, **kwargs)
         slots = getattr(location, "loc", location)
-        slots = getattr(location, "cache_loc", slots)
         accepted = batch.spec_info.num_accept_tokens.tolist()
         each = len(slots) // len(accepted)
-        kept = [b * each + i for b, count in enumerate(accepted) for i in range(count - 1)]
+        # the last of the drafted tokens was never fed, so no draft step has left a key for it
+        kept = [b * each + i for b, count in enumerate(accepted) for i in range(min(count - 1, each - 2))]
         at = slots[kept]
         keys, values = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
         old = keys[at].clone(), values[at].clone()

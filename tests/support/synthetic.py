@@ -178,9 +178,7 @@ class Forward:
             return stored.astype(np.float64)
 
         hidden = (
-            self._first_hidden(prompt, keep)
-            if parents is None
-            else keep("hidden", _parent_values(parents, "carry"))
+            self._first_hidden(prompt, keep) if parents is None else keep("hidden", _parent_values(parents, "carry"))
         )
         embed = keep("embed", self.draft.embed[rows.token_id])
         at = "layer.0"
@@ -203,9 +201,7 @@ class Forward:
         features = self.features(prompt)
         if self.side.single_layer:
             return keep("hidden", keep("fused", features[:, -HIDDEN:]))
-        parts = [
-            keep(name, features[:, columns]) for name, columns in fused_slices(features.shape[1], HIDDEN)
-        ]
+        parts = [keep(name, features[:, columns]) for name, columns in fused_slices(features.shape[1], HIDDEN)]
         fused = keep("fused", np.concatenate(parts, axis=1))
         return keep("hidden", keep("fc.out", keep("fc.in", fused) @ self.draft.fc))
 
@@ -236,15 +232,10 @@ def _attention(rows: Rows, q: F64, k: F64, v: F64, state: dict[Any, Any]) -> F64
         else:
             nodes = [state[(root, *path[:s])] for s in range(1, len(path))]
             k_path, v_path = (
-                [batch.values[f"layer.0.attn.{name}"][at][None] for batch, at in nodes]
-                for name in ("k_rope", "v")
+                [batch.values[f"layer.0.attn.{name}"][at][None] for batch, at in nodes] for name in ("k_rope", "v")
             )
-            keys = np.concatenate([first["layer.0.attn.k_rope"][: root + 1], *k_path, k[t : t + 1]]).astype(
-                np.float64
-            )
-            values = np.concatenate([first["layer.0.attn.v"][: root + 1], *v_path, v[t : t + 1]]).astype(
-                np.float64
-            )
+            keys = np.concatenate([first["layer.0.attn.k_rope"][: root + 1], *k_path, k[t : t + 1]]).astype(np.float64)
+            values = np.concatenate([first["layer.0.attn.v"][: root + 1], *v_path, v[t : t + 1]]).astype(np.float64)
         size = HIDDEN // HEADS
         for head in range(HEADS):
             part = slice(head * size, (head + 1) * size)
@@ -290,8 +281,7 @@ def _write(
     if excused is None:
         sites = ("logits", "topk.draft_id", "topk.target_id") if side.side == "serve" else ()
         excused = [
-            {"site": site, "rows": "prefill", "why": "computed for the last row of a prefill only"}
-            for site in sites
+            {"site": site, "rows": "prefill", "why": "computed for the last row of a prefill only"} for site in sites
         ]
     settings = {"features": "serve"} if side.side == "train" else {}
     manifest = Manifest(
@@ -339,9 +329,7 @@ def _prompt_record(number: int, prompt: Prompt) -> dict[str, Any]:
     }
 
 
-def _write_batch(
-    writer: TraceWriter, side: Side, draft: Draft, prompt: Prompt, batch: Batch, call: int
-) -> None:
+def _write_batch(writer: TraceWriter, side: Side, draft: Draft, prompt: Prompt, batch: Batch, call: int) -> None:
     rows = replace(batch.rows, call_id=np.full(len(batch.rows), call, dtype=np.int32))
     writer.put_rows(rows)
     shapes = []

@@ -37,9 +37,7 @@ AUX_LAYER_IDS = (1, 3, 4)
 DRAFT_VOCAB_SIZE = 320
 
 
-def write_tiny_target(
-    folder: Path, shape: TinyShape = TinyShape(), *, seed: int = 0, noise: float = 0.8
-) -> Path:
+def write_tiny_target(folder: Path, shape: TinyShape = TinyShape(), *, seed: int = 0, noise: float = 0.8) -> Path:
     """Writes ``config.json`` and float32 weights of a ``LlamaForCausalLM``; returns ``folder``.
 
     Args:

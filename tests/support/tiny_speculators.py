@@ -51,9 +51,7 @@ class Pair:
 
 def write_target(folder: Path, *, layers: int = 4, hidden: int = HIDDEN, seed: int = 0) -> Path:
     """Write a random float32 `LlamaForCausalLM` without tokenizer; returns `folder`."""
-    config = LlamaConfig(
-        **SHAPE | {"hidden_size": hidden, "num_hidden_layers": layers, "tie_word_embeddings": False}
-    )
+    config = LlamaConfig(**SHAPE | {"hidden_size": hidden, "num_hidden_layers": layers, "tie_word_embeddings": False})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = LlamaForCausalLM(config)
@@ -150,14 +148,10 @@ def write_serve_trace(
         without_roots: (prompt, root) of step-0 rows the server did not compute.
     """
     prepare_output(out)
-    writer = TraceWriter(
-        out, Manifest("serve", level, "sglang", dtype=dtype, target={"path": "/served/target"})
-    )
+    writer = TraceWriter(out, Manifest("serve", level, "sglang", dtype=dtype, target={"path": "/served/target"}))
     for n, ids in enumerate(prompts):
         record = {"prompt_id": n, "prompt_key": f"key-{n}", "request_id": f"r{n}", "token_ids": list(ids)}
-        writer.put_record(
-            "prompts", record | {"num_prompt_tokens": 2, "text": "", "output_ids": list(ids)[2:]}
-        )
+        writer.put_record("prompts", record | {"num_prompt_tokens": 2, "text": "", "output_ids": list(ids)[2:]})
         roots = [root for root in range(len(ids) - 1) if (n, root) not in without_roots]
         rows = Rows.build(
             prompt_id=[n] * len(roots),

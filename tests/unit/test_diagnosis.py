@@ -35,7 +35,9 @@ def healthy(tmp_path_factory: pytest.TempPathFactory) -> tuple[Diff, Trace, Trac
 
 def test_the_page_of_causes_is_up_to_date() -> None:
     page = Path(__file__).parents[2] / "docs" / "causes.md"
-    assert page.read_text(encoding="utf-8") == causes_page(), "python -m eagle_trace_analysis.causes.document docs/causes.md"
+    assert page.read_text(encoding="utf-8") == causes_page(), (
+        "python -m eagle_trace_analysis.causes.document docs/causes.md"
+    )
 
 
 def test_a_recorded_healthy_pair_confirms_nothing(golden: dict[str, Trace]) -> None:
@@ -60,7 +62,9 @@ def test_the_fault_of_the_story_is_confirmed_alone(golden: dict[str, Trace]) -> 
     assert {"weights-dropped", "lm-head-tied", "lm-head-from-target"} <= set(innocent)
 
 
-def test_without_checkpoints_nothing_is_confirmed_that_needs_them(healthy: tuple[Diff, Trace, Trace], tmp_path: Path) -> None:
+def test_without_checkpoints_nothing_is_confirmed_that_needs_them(
+    healthy: tuple[Diff, Trace, Trace], tmp_path: Path
+) -> None:
     result, train, serve = run(next(case for case in faults() if case.name == "norm-eps"), tmp_path / "fault")
     nowhere = Checkpoints(train_draft=tmp_path / "gone", serve_draft=tmp_path / "gone", target=tmp_path / "gone")
     diagnosis = diagnose(result, train, serve, nowhere)
@@ -122,7 +126,9 @@ def test_the_training_forward_predicts_what_a_healthy_server_gets(healthy: tuple
     assert (accept.predicted_basis, accept.undecided, accept.better, accept.worse) == ("walk", 0, 0, 0)
 
 
-def test_a_broken_server_is_predicted_what_the_healthy_one_gets(healthy: tuple[Diff, Trace, Trace], tmp_path: Path) -> None:
+def test_a_broken_server_is_predicted_what_the_healthy_one_gets(
+    healthy: tuple[Diff, Trace, Trace], tmp_path: Path
+) -> None:
     result, _, _ = run(next(case for case in faults() if case.name == "single-layer"), tmp_path)
     accept = result.accept_length
     assert accept.observed is not None
@@ -139,7 +145,10 @@ def test_prediction_takes_the_rounds_whose_rows_are_there(golden: dict[str, Trac
     paths, steps = table.column("path").to_pylist(), table.column("step").to_numpy()
     rows = serve.rows
     drafted = {(int(r), tuple(p)) for r, p in zip(rows.root, rows.paths(), strict=True)}
-    kept = [not s or (r, tuple(p)) in drafted for r, p, s in zip(table.column("root").to_pylist(), paths, steps, strict=True)]
+    kept = [
+        not s or (r, tuple(p)) in drafted
+        for r, p, s in zip(table.column("root").to_pylist(), paths, steps, strict=True)
+    ]
     pq.write_table(table.filter(np.array(kept)), train.path / "topk.parquet")
     accept = diff(open_trace(train.path, allow_partial=True), serve).accept_length
     assert accept.predicted_basis == "rounds"
