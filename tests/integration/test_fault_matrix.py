@@ -154,7 +154,13 @@ AS_DEPLOYED = {
         config=lambda config: config["eagle_config"].pop("eagle_aux_hidden_state_layer_ids"),
         trained=_set(eagle_aux_hidden_state_layer_ids=[1, 3, 6]),
     ),
-    "ids-permuted": Deployed("features-permuted", "target.hidden.0", config=_ids(3, 1, 4)),
+    # SGLang captures layers as it reaches them: a list in another order is fed in ascending order all the same
+    "ids-unsorted": Deployed(
+        "features-permuted",
+        "target.hidden.0",
+        config=_ids(3, 1, 4),
+        trained=_set(eagle_aux_hidden_state_layer_ids=[4, 2, 5]),
+    ),
     "norm-renamed": Deployed(
         "weights-dropped", "layer.0.hidden_norm", tensors=_rename(HIDDEN_NORM, "decoder.hidden_norm.weight")
     ),

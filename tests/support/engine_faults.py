@@ -1,7 +1,7 @@
 """Faults inside a running SGLang, for tests: one engine, and the fault of the moment is read from a file.
 
-`sitecustomize` (in `engine_site`) calls `hook_plugin` in every process of the server. The wrapped plugin entry point
-hangs `install` behind the load of the draft worker. Every patched module asks `current` on each call, so that one server can
+`sitecustomize` (in `engine_site`) calls `hook_plugin` in every process of the server. The wrapped entry point of the
+plugin hangs `install` behind the load of the draft worker. Every patched module asks `current` on each call, so that one server can
 be recorded with many faults; without a name in the file it computes as ever.
 """
 

@@ -66,6 +66,10 @@ def _by_layers(context: Context, features: Features) -> Outcome | None:
         return ruled_out(f"the layers fed are nearest to those trained on, {ids} (channel error {worst:.1e})")
     if sorted(fed) == sorted(ids):
         return ruled_out(f"the layers fed are those trained on, in another order: {fed}, trained {ids}")
+    if len(set(fed)) < len(set(ids)):
+        return ruled_out(
+            f"one layer was fed more than once ({fed}), which no list of ids does: see features-degenerate"
+        )
     k = next(at for at, (a, b) in enumerate(zip(fed, ids, strict=True)) if a != b)
     best, error, errors = known[k]
     if error > CLEARLY * errors.get(ids[k], float("inf")):
@@ -102,6 +106,8 @@ def _by_config(context: Context, features: Features) -> Outcome:
         if context.served
         else None
     )
+    # the engine captures layers as it reaches them, so the order of the list has no effect
+    fed = sorted(fed) if fed else fed
     missing = "record the training side again with --features compute, which keeps every layer of the target"
     if ids is None or fed is None or len(fed) != len(ids):
         return not_tested("neither the layers themselves nor both configs' ids are known", missing)
