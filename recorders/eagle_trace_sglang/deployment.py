@@ -2,34 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from eagle_trace.checkpoints import read_config
 from eagle_trace.errors import CheckpointError
-
-
-def read_config(folder: Path, what: str) -> dict[str, Any]:
-    """The config.json of a checkpoint folder.
-
-    Raises:
-        CheckpointError: no folder, no config, or no JSON object in it.
-    """
-    path = folder / "config.json"
-    if not folder.is_dir():
-        raise CheckpointError(f"the {what} {folder} is no folder: give the path of a checkpoint folder")
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise CheckpointError(
-            f"the {what} {folder} has no config.json: is it a checkpoint folder?"
-        ) from error
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read as JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise CheckpointError(f"{path} holds no JSON object")
-    return config
 
 
 def check_deployment(target: Path, draft: Path) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -40,7 +18,7 @@ def check_deployment(target: Path, draft: Path) -> tuple[dict[str, Any], dict[st
     Raises:
         CheckpointError: a folder is not what SGLang needs, or the two do not fit.
     """
-    target_config, draft_config = read_config(target, "target"), read_config(draft, "draft")
+    target_config, draft_config = read_config(target), read_config(draft)
     if "transformer_layer_config" in draft_config or "speculators_model_type" in draft_config:
         raise CheckpointError(
             f"the draft {draft} is in speculators format, which SGLang does not read: "

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import hashlib
-import json
 import subprocess
 import sys
 import time
@@ -15,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle_trace import __version__
+from eagle_trace.checkpoints import checkpoint_facts
 from eagle_trace.errors import PromptsError, UsageError
 from eagle_trace.manifest import Manifest
 from eagle_trace.prompts import Prompt, prompts_digest
@@ -128,8 +127,8 @@ class Server:
         self._device = device
         # everything in the manifest that does not depend on what is asked
         self._made_by = Manifest("serve", "values", "sglang", changes=changes)
-        self._made_by.target = _checkpoint_facts(options.target, target_config)
-        self._made_by.draft = _checkpoint_facts(options.draft, draft_config)
+        self._made_by.target = checkpoint_facts(options.target, target_config)
+        self._made_by.draft = checkpoint_facts(options.draft, draft_config)
         progress("starting SGLang (this takes a while)")
         self._host = Host(options.target, arguments, device)
 
@@ -232,15 +231,6 @@ class Server:
             seconds = time.monotonic() - started
             self._progress(f"{len(answers.output_ids)} of {len(requests)} prompts answered, {seconds:.0f} s")
         return answers
-
-
-def _checkpoint_facts(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
-    text = json.dumps(config, sort_keys=True).encode()
-    return {
-        "path": str(folder.resolve()),
-        "config_digest": hashlib.sha256(text).hexdigest()[:16],
-        "config": config,
-    }
 
 
 def _take_facts(manifest: Manifest, facts: dict[str, Any]) -> None:

@@ -9,8 +9,6 @@ checkpoint lacks is taken from `--target` as speculators does it for the verifie
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -25,6 +23,7 @@ from speculators.models.utils import get_verifier_config, resolve_target_layer_i
 from speculators.utils.loading import load_model_layers
 from transformers.utils import logging as hf_logging
 
+from eagle_trace.checkpoints import checkpoint_facts, read_config
 from eagle_trace.errors import CheckpointError, HostError, UsageError
 from eagle_trace_speculators.params import draft_tensors
 
@@ -115,9 +114,7 @@ def read_draft_config(draft: Path) -> Eagle3SpeculatorConfig:
     Raises:
         CheckpointError: no such folder, or it holds something else.
     """
-    if not draft.is_dir():
-        raise CheckpointError(f"there is no draft at {draft}: no such folder")
-    data = _read_json(draft / "config.json")
+    data = read_config(draft)
     kind = data.get("speculators_model_type")
     if kind is None:
         if "eagle_config" in data or any("Eagle" in name for name in data.get("architectures") or []):
@@ -207,7 +204,7 @@ def target_facts(target: Path) -> dict[str, Any]:
         "rms_norm_eps",
         "tie_word_embeddings",
     )
-    return _stored_config(target) | {name: getattr(config, name, None) for name in names}
+    return checkpoint_facts(target, read_config(target)) | {name: getattr(config, name, None) for name in names}
 
 
 @contextlib.contextmanager
@@ -281,7 +278,7 @@ def _facts(draft: Path, config: Any, layer_ids: list[int] | None) -> dict[str, A
         "num_key_value_heads", "head_dim", "hidden_act", "rms_norm_eps", "rope_parameters",
         "max_position_embeddings", "sliding_window", "vocab_size",
     )  # fmt: skip
-    return _stored_config(draft) | {
+    return checkpoint_facts(draft, read_config(draft)) | {
         "format": "speculators",
         "layer_ids": layer_ids,
         "draft_vocab_size": config.draft_vocab_size,
@@ -309,29 +306,6 @@ def _stored_dtype(draft: Path) -> str:
             if "fc.weight" in tensors.keys():  # noqa: SIM118 (no mapping)
                 return str(tensors.get_tensor("fc.weight").dtype).removeprefix("torch.")
     return "float32"
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise CheckpointError(f"{path.parent} is no model: it has no {path.name} that can be read") from error
-    except ValueError as error:
-        raise CheckpointError(f"{path} is not JSON: {error}") from error
-    if not isinstance(data, dict):
-        raise CheckpointError(f"{path} is no config: it holds no JSON object")
-    return data
-
-
-def _stored_config(folder: Path) -> dict[str, Any]:
-    """Path, digest and content of a folder's config.json, the same on the serve side."""
-    config = _read_json(folder / "config.json")
-    text = json.dumps(config, sort_keys=True).encode()
-    return {
-        "path": str(folder.resolve()),
-        "config_digest": hashlib.sha256(text).hexdigest()[:16],
-        "config": config,
-    }
 
 
 def _first_line(error: Exception) -> str:

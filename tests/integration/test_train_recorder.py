@@ -634,7 +634,7 @@ def _folder(**options: Any) -> Callable[[Pair, Path], dict[str, Any]]:
 
 
 FAULTS: dict[str, tuple[Callable[[Pair, Path], dict[str, Any]], type[EagleTraceError], str]] = {
-    "no draft": (lambda _p, f: {"draft": f}, CheckpointError, "no such folder"),
+    "no draft": (lambda _p, f: {"draft": f}, CheckpointError, "there is no folder"),
     "no target": (lambda _p, f: {"target": f}, CheckpointError, "no such folder"),
     "flat format": (_flat, CheckpointError, "SGLang's flat format"),
     "a target as draft": (lambda p, _f: {"draft": p.target}, CheckpointError, "no speculators draft"),

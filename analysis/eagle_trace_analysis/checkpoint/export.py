@@ -16,9 +16,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from eagle_trace.checkpoints import read_config
 from eagle_trace.errors import CheckpointError, OutputExistsError
 from eagle_trace_analysis.checkpoint.engine import ids_that_capture
-from eagle_trace_analysis.checkpoint.files import open_checkpoint, read_config, stored_dtype
+from eagle_trace_analysis.checkpoint.files import open_checkpoint, stored_dtype
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 

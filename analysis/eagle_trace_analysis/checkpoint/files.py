@@ -18,6 +18,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
+from eagle_trace.checkpoints import read_config
 from eagle_trace.errors import CheckpointError
 
 #: bytes of a tensor read at once
@@ -138,28 +139,6 @@ class Checkpoint:
     config: Mapping[str, Any]
     tensors: Mapping[str, StoredTensor]
     unlisted: tuple[str, ...] = ()
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    """`config.json` of a checkpoint folder.
-
-    Raises:
-        CheckpointError: no such folder or file, or not a JSON object.
-    """
-    path = folder / "config.json"
-    if not folder.is_dir():
-        raise CheckpointError(f"there is no folder {folder}: give the folder of a checkpoint")
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise CheckpointError(
-            f"cannot read {path}: give the folder of a checkpoint ({error.strerror})"
-        ) from error
-    except ValueError as error:
-        raise CheckpointError(f"{path} is not JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise CheckpointError(f"{path} holds no JSON object")
-    return config
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:

@@ -8,6 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from eagle_trace.checkpoints import read_config
 from eagle_trace.errors import CheckpointError
 from eagle_trace_analysis.checkpoint import engine
 from eagle_trace_analysis.checkpoint.export import aux_layer_ids, sglang_config
@@ -15,7 +16,6 @@ from eagle_trace_analysis.checkpoint.files import (
     Checkpoint,
     StoredTensor,
     open_checkpoint,
-    read_config,
     stored_dtype,
 )
 

@@ -1,0 +1,41 @@
+"""What both sides and the analysis read of a checkpoint folder: its config, and how to name it in a manifest."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from eagle_trace.errors import CheckpointError
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """`config.json` of a checkpoint folder.
+
+    Raises:
+        CheckpointError: no such folder or file, or not a JSON object.
+    """
+    path = folder / "config.json"
+    if not folder.is_dir():
+        raise CheckpointError(f"there is no folder {folder}: give the folder of a checkpoint")
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: give the folder of a checkpoint ({error.strerror})") from error
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{path} holds no JSON object")
+    return config
+
+
+def checkpoint_facts(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Path, config and config digest of a checkpoint, as a manifest holds them; the digest is equal on both sides."""
+    text = json.dumps(config, sort_keys=True).encode()
+    return {
+        "path": str(folder.resolve()),
+        "config_digest": hashlib.sha256(text).hexdigest()[:16],
+        "config": dict(config),
+    }
