@@ -24,12 +24,17 @@ def find_recorder(mode: str) -> Callable[..., Any]:
     """The recorder registered for `mode` (``train``, ``serve``) in the entry-point group `eagle_trace.recorders`.
 
     Raises:
-        UsageError: nobody registered one.
+        UsageError: nobody registered one, or what it needs is not installed.
     """
     found = entry_points(group=ENTRY_POINTS)
     for entry in found:
         if entry.name == mode:
-            recorder: Callable[..., Any] = entry.load()
+            try:
+                recorder: Callable[..., Any] = entry.load()
+            except ModuleNotFoundError as error:
+                raise UsageError(
+                    f"recording the {mode} side needs {error.name}: pip install 'eagle-trace[{mode}]'"
+                ) from error
             return recorder
     raise UsageError(f"no recorder for mode {mode!r}; installed: {', '.join(sorted(found.names)) or 'none'}")
 

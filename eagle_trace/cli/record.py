@@ -11,7 +11,6 @@ import typer
 
 from eagle_trace.cli.progress import Progress
 from eagle_trace.errors import UsageError
-from eagle_trace.recorder import find_recorder
 
 
 class Mode(StrEnum):
@@ -96,6 +95,8 @@ def record(
             "replay": replay, "features": features or ("compute" if target else "serve"), "steps": steps,
             "argv": list(sys.argv),
         }  # fmt: skip
+    from eagle_trace.recorder import find_recorder
+
     with Progress(quiet) as progress:
         path = find_recorder(mode.value)(**common, **own, progress=progress)
     typer.echo(f"Wrote {path}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 import subprocess
 import sys
 import time
@@ -14,7 +15,7 @@ from typing import Any
 
 from eagle_trace import __version__
 from eagle_trace.checkpoints import checkpoint_facts
-from eagle_trace.errors import PromptsError, UsageError
+from eagle_trace.errors import HostError, PromptsError, UsageError
 from eagle_trace.manifest import Manifest
 from eagle_trace.prompts import Prompt, prompts_digest
 from eagle_trace_sglang.deployment import check_deployment, server_arguments
@@ -109,6 +110,8 @@ class Server:
     """A running SGLang. A context manager: on leaving, every process of it is gone."""
 
     def __init__(self, options: ServerOptions, progress: Progress = lambda _: None) -> None:
+        if importlib.util.find_spec("sglang") is None:
+            raise HostError("SGLang is not installed here: pip install 'eagle-trace[serve]'")
         target_config, draft_config = options.check()
         device = options.device if options.device != "auto" else ("cuda" if has_cuda() else "cpu")
         arguments, changes = server_arguments(
