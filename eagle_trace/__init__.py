@@ -15,7 +15,7 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    # pyarrow and pandas are imported when a trace is opened, so that `eagle-trace --help` and an unarmed plugin stay fast
+    # pyarrow and pandas are imported when a trace is opened, so that `--help` and an unarmed plugin stay fast
     if name in __all__:
         from eagle_trace import reader
 

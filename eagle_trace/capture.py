@@ -104,9 +104,7 @@ class Rows:
             token_id=column(token_id),
             position=column(position),
             path=path,
-            own_path=np.ones(count, dtype=np.bool_)
-            if own_path is None
-            else np.asarray(own_path, dtype=np.bool_),
+            own_path=np.ones(count, dtype=np.bool_) if own_path is None else np.asarray(own_path, dtype=np.bool_),
         )
 
     def take(self, index: NDArray[np.intp]) -> Rows:
@@ -180,7 +178,7 @@ class Statistics:
 
 
 def row_statistics(values: Array) -> Statistics:
-    """Statistics of each row of `values` [T, W], any dtype of `DTYPES`; computed in float32 with float64 sums over rows."""
+    """Statistics of each row of `values` [T, W], any dtype of `DTYPES`; sums of squares in float32."""
     x_TW: NDArray[np.floating] = values if values.dtype == np.float64 else to_float32(values)
     width = x_TW.shape[1]
     square = np.einsum("tw,tw->t", x_TW, x_TW).astype(np.float64)

@@ -28,9 +28,9 @@ class Prompt:
 class Tokenizer(Protocol):
     """The part of a Hugging Face tokenizer that prompts need."""
 
-    def encode(self, text: str) -> list[int]: ...  # noqa: D102
+    def encode(self, text: str) -> list[int]: ...
 
-    def apply_chat_template(self, conversation: Any, **options: Any) -> Any: ...  # noqa: D102
+    def apply_chat_template(self, conversation: Any, **options: Any) -> Any: ...
 
 
 def read_prompts(path: Path) -> list[Prompt]:
@@ -53,9 +53,7 @@ def read_prompts(path: Path) -> list[Prompt]:
         # the same prompt twice is legal: occurrences are told apart by a suffix, the same one on both sides
         count = seen[prompt.key] = seen.get(prompt.key, 0) + 1
         unique.append(
-            prompt
-            if count == 1
-            else Prompt(f"{prompt.key}#{count}", prompt.text, prompt.messages, prompt.input_ids)
+            prompt if count == 1 else Prompt(f"{prompt.key}#{count}", prompt.text, prompt.messages, prompt.input_ids)
         )
     return unique
 
@@ -67,9 +65,7 @@ def _parse(line: str, where: str) -> Prompt:
         raise PromptsError(f"{where} is not JSON: {error}") from error
     given = [name for name in ("prompt", "messages", "input_ids") if isinstance(data, dict) and name in data]
     if len(given) != 1:
-        raise PromptsError(
-            f'{where} needs exactly one of "prompt", "messages" and "input_ids", has {given or "none"}'
-        )
+        raise PromptsError(f'{where} needs exactly one of "prompt", "messages" and "input_ids", has {given or "none"}')
     name = given[0]
     value = data[name]
     digest = hashlib.sha256(json.dumps([name, value], sort_keys=True).encode()).hexdigest()[:16]
@@ -110,9 +106,7 @@ def tokenize(prompt: Prompt, tokenizer: Tokenizer | None) -> list[int]:
     else:
         try:
             ids = list(
-                tokenizer.apply_chat_template(
-                    list(prompt.messages), add_generation_prompt=True, return_dict=False
-                )
+                tokenizer.apply_chat_template(list(prompt.messages), add_generation_prompt=True, return_dict=False)
             )
         except ValueError as error:
             raise PromptsError(f"the target's chat template refuses prompt {prompt.key}: {error}") from error

@@ -145,9 +145,7 @@ class Trace:
     def shapes(self) -> dict[str, set[tuple[int, str]]]:
         """Width and dtype of every site seen by the host, also where no rows were kept: {site: {(width, dtype)}}."""
         seen: dict[str, set[tuple[int, str]]] = {}
-        for shapes in (
-            self.table("calls").filter(pa.compute.field("role") == "draft").column("shapes").to_pylist()
-        ):
+        for shapes in self.table("calls").filter(pa.compute.field("role") == "draft").column("shapes").to_pylist():
             for entry in shapes or []:
                 seen.setdefault(entry["site"], set()).add((entry["shape"][-1], entry["dtype"]))
         return seen
@@ -176,14 +174,10 @@ class Trace:
     def _one(self, site: str) -> SiteData:
         data = self.site_data(site)
         if not data:
-            raise TraceError(
-                f"{self.path} has no rows of site {site!r}; it has {', '.join(self.sites) or 'none'}"
-            )
+            raise TraceError(f"{self.path} has no rows of site {site!r}; it has {', '.join(self.sites) or 'none'}")
         if len(data) > 1:
             kinds = ", ".join(f"[{d.width}] {d.dtype}" for d in data)
-            raise TraceError(
-                f"site {site!r} of {self.path} changes its shape ({kinds}): read it with site_data()"
-            )
+            raise TraceError(f"site {site!r} of {self.path} changes its shape ({kinds}): read it with site_data()")
         return data[0]
 
     def keys(self, site: str) -> Rows:
@@ -240,13 +234,12 @@ def open_trace(path: str | Path, *, allow_partial: bool = False) -> Trace:
         )
     manifest = Manifest.from_json((path / name).read_text(encoding="utf-8"), path / name)
     missing = [
-        problem
-        for file, facts in manifest.files.items()
-        if (problem := _check_file(path, file, facts["bytes"]))
+        problem for file, facts in manifest.files.items() if (problem := _check_file(path, file, facts["bytes"]))
     ]
     if missing and not allow_partial:
         raise TraceDamagedError(
-            f"{path} is damaged: {'; '.join(missing[:3])}. Record it again, or pass --allow-partial to read what is whole"
+            f"{path} is damaged: {'; '.join(missing[:3])}. "
+            "Record it again, or pass --allow-partial to read what is whole"
         )
     return Trace(path, manifest, sealed=sealed and not missing, missing=missing)
 
@@ -265,9 +258,7 @@ def _check_file(path: Path, file: str, size: int) -> str | None:
 
 
 def _damaged(path: Path, error: Exception) -> TraceDamagedError:
-    return TraceDamagedError(
-        f"{path} cannot be read as Parquet ({str(error).splitlines()[0]}): record the trace again"
-    )
+    return TraceDamagedError(f"{path} cannot be read as Parquet ({str(error).splitlines()[0]}): record the trace again")
 
 
 def _open_file(path: Path) -> pq.ParquetFile:
@@ -292,15 +283,11 @@ def _scan_site(site: str, paths: list[Path], *, partial: bool, missing: list[str
             continue
         facts = {key.decode().removeprefix("eagle_trace."): value.decode() for key, value in metadata.items()}
         if facts.get("dtype") not in DTYPES or not facts.get("width", "").isdigit():
-            raise TraceDamagedError(
-                f"{path} does not say its dtype and width: it was not written by eagle-trace"
-            )
+            raise TraceDamagedError(f"{path} does not say its dtype and width: it was not written by eagle-trace")
         kind = groups.setdefault((facts["dtype"], int(facts["width"]), has_values), [])
         for index, rows in enumerate(counts):
             kind.append(RowGroup(path, index, kind[-1].start + kind[-1].rows if kind else 0, rows))
-    return [
-        SiteData(site, dtype, width, kept, tuple(found)) for (dtype, width, kept), found in groups.items()
-    ]
+    return [SiteData(site, dtype, width, kept, tuple(found)) for (dtype, width, kept), found in groups.items()]
 
 
 def _read_group(group: RowGroup, columns: list[str] | None) -> pa.Table:
@@ -362,9 +349,7 @@ class ValueReader:
 
     def __init__(self, data: SiteData, cache_bytes: int = CACHE_BYTES) -> None:
         if not data.has_values:
-            raise TraceError(
-                f"site {data.site!r} was recorded at a level without values: record with --level values"
-            )
+            raise TraceError(f"site {data.site!r} was recorded at a level without values: record with --level values")
         self.data = data
         self._dtype = DTYPES[data.dtype]
         self._starts = np.array([group.start for group in data.groups], dtype=np.int64)
@@ -400,11 +385,7 @@ class ValueReader:
         group = self.data.groups[number]
         try:
             # one column: handing it to Arrow's thread pool would cost more than the copy itself
-            column = (
-                self._file(group.path)
-                .read_row_group(group.index, ["values"], use_threads=False)
-                .column("values")
-            )
+            column = self._file(group.path).read_row_group(group.index, ["values"], use_threads=False).column("values")
         except (pa.ArrowInvalid, OSError) as error:
             raise _damaged(group.path, error) from error
         chunks = [_decode(chunk, self._dtype, self.data.width) for chunk in column.chunks]
@@ -430,9 +411,7 @@ class ValueReader:
 
 def _decode(chunk: pa.FixedSizeBinaryArray, dtype: np.dtype[np.generic], width: int) -> Array:
     size = width * dtype.itemsize
-    flat = np.frombuffer(
-        chunk.buffers()[1], dtype=np.uint8, count=len(chunk) * size, offset=chunk.offset * size
-    )
+    flat = np.frombuffer(chunk.buffers()[1], dtype=np.uint8, count=len(chunk) * size, offset=chunk.offset * size)
     return flat.view(dtype).reshape(len(chunk), width)
 
 

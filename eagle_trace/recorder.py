@@ -123,9 +123,7 @@ class Hooks:
 
         self._undo.append(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
 
-    def wrap(
-        self, owner: Any, name: str, observe: Callable[[Any, tuple[Any, ...], dict[str, Any]], None]
-    ) -> None:
+    def wrap(self, owner: Any, name: str, observe: Callable[[Any, tuple[Any, ...], dict[str, Any]], None]) -> None:
         """Call `observe(result, args, kwargs)` after each call of the function ``owner.name``."""
         original = getattr(owner, name)
 
@@ -160,7 +158,7 @@ def log_softmax(logits: Array) -> Array:
 
 
 def best_ids(logits: Array, count: int) -> tuple[Array, Array, Array]:
-    """The `count` best ids of each row, best first, ties by the lower id: ids int64, logits and log-probabilities [T, K]."""
+    """The `count` best ids of each row, best first, ties by the lower id: ids, logits, log-probabilities [T, K]."""
     x = logits.astype(np.float32)
     count = min(count, x.shape[-1])
     rows = np.arange(len(x))[:, None]

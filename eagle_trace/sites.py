@@ -57,10 +57,10 @@ def _before_layers(target_layers: int) -> list[Site]:
     ]
     names = tuple(site.name for site in target)
     return [
-        Site("token", (), "integer", "all", (), meaning="token fed beside the feature: x[root + 1], or the draft's guess"),
+        Site("token", (), "integer", "all", (), meaning="token beside the feature: x[root + 1], or the draft's guess"),
         Site("position", (), "integer", "all", (), meaning="position the row is rotated by"),
         *target,
-        Site("fused", ("n*G",), "value", "first", names or ("token",), roundings=0, meaning="target features side by side"),
+        Site("fused", ("n*G",), "value", "first", names or ("token",), roundings=0, meaning="features side by side"),
         Site("fc.in", ("n*G",), "value", "first", ("fused",), meaning="what the fc projection receives"),
         Site("fc.out", ("H",), "value", "first", ("fc.in",), meaning="target features projected to the draft's width"),
         Site(
@@ -75,17 +75,11 @@ def _layer(n: int) -> list[Site]:
     at = f"layer.{n}"
     stream = "hidden" if n == 0 else f"layer.{n - 1}.out"
     norms = [
-        Site(
-            f"{at}.embed_norm", ("H",), "value", "all", ("embed",), meaning="embedding after input_layernorm"
-        ),
-        Site(
-            f"{at}.hidden_norm", ("H",), "value", "all", ("hidden",), meaning="hidden state after hidden_norm"
-        ),
+        Site(f"{at}.embed_norm", ("H",), "value", "all", ("embed",), meaning="embedding after input_layernorm"),
+        Site(f"{at}.hidden_norm", ("H",), "value", "all", ("hidden",), meaning="hidden state after hidden_norm"),
     ]
     if n > 0:
-        norms = [
-            Site(f"{at}.hidden_norm", ("H",), "value", "all", (stream,), meaning="stream after its norm")
-        ]
+        norms = [Site(f"{at}.hidden_norm", ("H",), "value", "all", (stream,), meaning="stream after its norm")]
     into = tuple(site.name for site in norms)
     return [
         *norms,
@@ -105,7 +99,7 @@ def _layer(n: int) -> list[Site]:
             f"{at}.attn.residual", ("H",), "value", "all", (f"{at}.attn.out", stream),
             meaning="residual stream after attention was added",
         ),
-        Site(f"{at}.mlp.norm", ("H",), "value", "all", (f"{at}.attn.residual",), meaning="stream after the second norm"),
+        Site(f"{at}.mlp.norm", ("H",), "value", "all", (f"{at}.attn.residual",), meaning="stream after its norm"),
         Site(f"{at}.mlp.gate", ("I",), "value", "all", (f"{at}.mlp.norm",), meaning="gate projection"),
         Site(f"{at}.mlp.up", ("I",), "value", "all", (f"{at}.mlp.norm",), meaning="up projection"),
         Site(
@@ -135,14 +129,12 @@ def _after_layers(draft_layers: int) -> list[Site]:
         ),
         Site("logits", ("V",), "value", "all", ("norm",), meaning="scores over the draft vocabulary"),
         Site("topk.draft_id", (), "integer", "all", ("logits",), meaning="best draft ids"),
-        Site(
-            "topk.target_id", (), "integer", "all", ("topk.draft_id",), meaning="their target ids, after d2t"
-        ),
+        Site("topk.target_id", (), "integer", "all", ("topk.draft_id",), meaning="their target ids, after d2t"),
     ]
 
 
 def draft_sites(target_layers: int = 3, draft_layers: int = 1) -> list[Site]:
-    """All sites of a draft with `draft_layers` decoder layers fed by `target_layers` target layers, in forward order."""
+    """All sites of a draft of `draft_layers` decoder layers fed by `target_layers` target layers, in forward order."""
     layers = [site for n in range(draft_layers) for site in _layer(n)]
     return [*_before_layers(target_layers), *layers, *_after_layers(draft_layers)]
 

@@ -88,9 +88,7 @@ class TraceWriter:
         rank: number of this process among those that write into the same trace.
     """
 
-    def __init__(
-        self, path: Path, manifest: Manifest, *, max_bytes: int | None = None, rank: int = 0
-    ) -> None:
+    def __init__(self, path: Path, manifest: Manifest, *, max_bytes: int | None = None, rank: int = 0) -> None:
         if manifest.level not in LEVELS:
             raise UsageError(f"level must be one of {', '.join(LEVELS)}, not {manifest.level!r}")
         self.path = path
@@ -134,9 +132,7 @@ class TraceWriter:
         if len(rows) and self.manifest.level != "shapes":
             self._put("values", (site, rows, values), values.nbytes)
 
-    def put_topk(
-        self, rows: Rows, draft_ids: Array, target_ids: Array, logits: Array, logprobs: Array
-    ) -> None:
+    def put_topk(self, rows: Rows, draft_ids: Array, target_ids: Array, logits: Array, logprobs: Array) -> None:
         """Take the best ids of each row: four arrays [T, K], best first."""
         if len(rows):
             self._put("topk", (rows, draft_ids, target_ids, logits, logprobs), draft_ids.size * 32)
@@ -213,9 +209,7 @@ class TraceWriter:
                 self._room.notify_all()
 
     def _take_rows(self, rows: Rows) -> None:
-        self._add_batch(
-            "rows", pa.RecordBatch.from_arrays(list(_key_columns(rows).values()), schema=TABLES["rows"])
-        )
+        self._add_batch("rows", pa.RecordBatch.from_arrays(list(_key_columns(rows).values()), schema=TABLES["rows"]))
 
     def _take_topk(self, item: tuple[Rows, Array, Array, Array, Array]) -> None:
         rows, draft_ids, target_ids, logits, logprobs = item
@@ -254,9 +248,7 @@ class TraceWriter:
         part = self._table_parts.get(table)
         if part is None:
             path = self.path / f"{table}.parquet"
-            part = self._table_parts[table] = _Part(
-                path, pq.ParquetWriter(path, TABLES[table], compression="zstd")
-            )
+            part = self._table_parts[table] = _Part(path, pq.ParquetWriter(path, TABLES[table], compression="zstd"))
         part.writer.write_table(data)
         part.rows += len(data)
 
@@ -278,17 +270,13 @@ class TraceWriter:
         if not buffer.rows:
             return
         rows = Rows.concatenate(buffer.rows)
-        values = np.ascontiguousarray(
-            np.concatenate(buffer.values) if len(buffer.values) > 1 else buffer.values[0]
-        )
+        values = np.ascontiguousarray(np.concatenate(buffer.values) if len(buffer.values) > 1 else buffer.values[0])
         buffer.rows.clear()
         buffer.values.clear()
         buffer.bytes = 0
         columns = _key_columns(rows)
         statistics = row_statistics(values)
-        columns |= {
-            name: pa.array(getattr(statistics, name)) for name in ("norm", "absmax", "mean", "nonfinite")
-        }
+        columns |= {name: pa.array(getattr(statistics, name)) for name in ("norm", "absmax", "mean", "nonfinite")}
         if "values" in buffer.schema.names:
             field_type = buffer.schema.field("values").type
             data = pa.py_buffer(values.view(np.uint8))
@@ -318,9 +306,7 @@ class TraceWriter:
                     path,
                     buffer.schema,
                     compression={**dict.fromkeys(_leaves(plain), "zstd"), "values": "none"},
-                    use_dictionary=_leaves(
-                        [name for name in plain if name not in ("norm", "absmax", "mean")]
-                    ),
+                    use_dictionary=_leaves([name for name in plain if name not in ("norm", "absmax", "mean")]),
                     write_statistics=_leaves(plain),
                     data_page_size=ROW_GROUP_BYTES,
                 ),

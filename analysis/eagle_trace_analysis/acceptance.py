@@ -16,9 +16,7 @@ def accept_length(serve: Trace) -> AcceptLength:
     proposed a token at depth d and accepted one at every depth above it.
     """
     prompts = serve.table("prompts")
-    keys = dict(
-        zip(prompts.column("prompt_id").to_pylist(), prompts.column("prompt_key").to_pylist(), strict=True)
-    )
+    keys = dict(zip(prompts.column("prompt_id").to_pylist(), prompts.column("prompt_key").to_pylist(), strict=True))
     lengths: dict[str, list[int]] = defaultdict(list)
     reached: dict[int, int] = defaultdict(int)
     accepted: dict[int, int] = defaultdict(int)

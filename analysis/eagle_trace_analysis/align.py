@@ -43,9 +43,7 @@ class Alignment:
         self.train = train
         self.serve = serve
         self._numbers = {key: number for number, key in enumerate(_union(train.prompts, serve.prompts))}
-        self._given_train, self._given_serve = (
-            _tokens_given(trace, self._numbers) for trace in (train, serve)
-        )
+        self._given_train, self._given_serve = (_tokens_given(trace, self._numbers) for trace in (train, serve))
         on_serve = set(serve.prompts["prompt_key"])
         self.prompt_keys: list[str] = [key for key in train.prompts["prompt_key"] if key in on_serve]
         self._known: list[Pairs] = []
@@ -95,9 +93,9 @@ class Alignment:
             (pairs.serve_fate, serve, numbers_s, self._given_train),
         ):
             # row at root p is fed token p + 1
-            fate[(fate == UNMATCHED) & (rows.root + 1 >= given[np.minimum(numbers, len(given) - 1)])] = (
-                CODE_OF["not-given"]
-            )
+            fate[(fate == UNMATCHED) & (rows.root + 1 >= given[np.minimum(numbers, len(given) - 1)])] = CODE_OF[
+                "not-given"
+            ]
         self._known.append(pairs)
         return pairs
 

@@ -29,9 +29,7 @@ def shapes_of(trace: Trace) -> Shapes:
     ``topk.*`` is listed with width 0 where topk.parquet holds rows. ``token`` and ``position`` are left out.
     """
     seen = {
-        site: set(shapes)
-        for site, shapes in trace.shapes.items()
-        if site not in ("token", "position", *TOPK_SITES)
+        site: set(shapes) for site, shapes in trace.shapes.items() if site not in ("token", "position", *TOPK_SITES)
     }
     for site in trace.sites:
         if data := trace.site_data(site):
@@ -64,9 +62,7 @@ def check_shapes(
             found[site.name] = Divergence(site.name, step, "shape", why, facts[0], facts[1])
         elif seen[0] or seen[1]:
             lacking, name, has = (serve, "serve", "train") if seen[0] else (train, "train", "serve")
-            if not_materialised(lacking, site.name) or (
-                lacking.level == "shapes" and site.name in TOPK_SITES
-            ):
+            if not_materialised(lacking, site.name) or (lacking.level == "shapes" and site.name in TOPK_SITES):
                 continue
             why = f"the {has} side has it, the {name} side does not"
             found[site.name] = Divergence(site.name, step, "presence", why, facts[0], facts[1])
@@ -132,11 +128,7 @@ def check_prompts(alignment: Alignment) -> list[PromptMismatch]:
 
 def _prompt_tokens(trace: Trace) -> dict[str, tuple[int, Int]]:
     found = {}
-    for row in (
-        trace.table("prompts")
-        .select(["prompt_key", "prompt_id", "token_ids", "num_prompt_tokens"])
-        .to_pylist()
-    ):
+    for row in trace.table("prompts").select(["prompt_key", "prompt_id", "token_ids", "num_prompt_tokens"]).to_pylist():
         # slicing by None keeps all: a trace that does not say how many belong to the prompt
         tokens = np.asarray((row["token_ids"] or [])[: row["num_prompt_tokens"]], dtype=np.int64)
         found[str(row["prompt_key"])] = int(row["prompt_id"]), tokens
@@ -183,9 +175,7 @@ def _integer_site(
             why = f"{len(bad)} of {len(here)} rows differ; "
             why += f"first at root {row.root}: {a} in training, {b} in serving{constant}"
             divergence = Divergence(site, step, kind, why, {site: a}, {site: b}, row)  # type: ignore[arg-type]
-        results[step] = SiteResult(
-            site, step, coverage, IdMetrics(len(here), len(bad)), divergence=divergence
-        )
+        results[step] = SiteResult(site, step, coverage, IdMetrics(len(here), len(bad)), divergence=divergence)
     return results
 
 
@@ -199,11 +189,7 @@ def check_tokens(alignment: Alignment) -> dict[int, SiteResult]:
     mismatches = check_prompts(alignment)
     if mismatches and 0 in results:
         first = mismatches[0]
-        count = (
-            f"{len(mismatches)} of {len(alignment.prompt_keys)} prompts differ; "
-            if len(mismatches) > 1
-            else ""
-        )
+        count = f"{len(mismatches)} of {len(alignment.prompt_keys)} prompts differ; " if len(mismatches) > 1 else ""
         facts: list[Mapping[str, Any]] = [
             {
                 "token": token,
@@ -244,9 +230,7 @@ def _median_of_each(groups: NDArray[np.int32], values: Int) -> Int:
     if not len(values):
         return values
     order = np.lexsort((values, groups))
-    _, first, inverse, count = np.unique(
-        groups[order], return_index=True, return_inverse=True, return_counts=True
-    )
+    _, first, inverse, count = np.unique(groups[order], return_index=True, return_inverse=True, return_counts=True)
     median = values[order][first + (count - 1) // 2]
     out = np.empty_like(values)
     out[order] = median[inverse]

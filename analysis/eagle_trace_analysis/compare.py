@@ -51,9 +51,7 @@ class _Side:
     def group_starts(self) -> Int:
         """First row of every row group."""
         starts = [
-            start + group.start
-            for one, start in zip(self.data, self.starts, strict=True)
-            for group in one.groups
+            start + group.start for one, start in zip(self.data, self.starts, strict=True) for group in one.groups
         ]
         return np.array(starts, dtype=np.int64)
 
@@ -91,9 +89,7 @@ def compare_values(train: Trace, serve: Trace, site: str, pairs: Pairs) -> dict[
             last = min(first + rows, int(stop))
             here = step_P[first:last]
             if (here == here[0]).all():
-                sums[int(here[0])].add(
-                    right.take(pairs.serve[first:last]), left.take(pairs.train[first:last])
-                )
+                sums[int(here[0])].add(right.take(pairs.serve[first:last]), left.take(pairs.train[first:last]))
                 continue
             for step in np.unique(here):
                 at = first + np.flatnonzero(here == step)
@@ -160,9 +156,7 @@ def _statistics(trace: Trace, site: str, index: Int) -> Statistics:
     return Statistics(*columns)
 
 
-def row_facts(
-    train: Trace, serve: Trace, site: str, pairs: Pairs, pair: int
-) -> tuple[dict[str, Any], dict[str, Any]]:
+def row_facts(train: Trace, serve: Trace, site: str, pairs: Pairs, pair: int) -> tuple[dict[str, Any], dict[str, Any]]:
     """Shape, dtype and statistics of one pair's rows; with values also the element that is furthest apart."""
     facts, values = [], []
     for trace, row in ((train, int(pairs.train[pair])), (serve, int(pairs.serve[pair]))):

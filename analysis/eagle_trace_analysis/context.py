@@ -77,6 +77,12 @@ class Context:
         """``target.hidden.k`` of the training side."""
         return [site for site in self.train.sites if site.startswith("target.hidden.")]
 
+    @property
+    def other_algorithm(self) -> str | None:
+        """The server's speculative algorithm if it is not EAGLE3; it then feeds one layer and ignores head and d2t."""
+        algorithm = str(self.serve.manifest.settings.get("algorithm") or "EAGLE3").rsplit(".", 1)[-1].upper()
+        return None if algorithm == "EAGLE3" else algorithm
+
     # ---- configs and checkpoints ---------------------------------------------------------------------------
 
     @cached_property

@@ -129,6 +129,8 @@ def _unexplained(context: Context, verdicts: Sequence[CauseVerdict], replayed: S
     for one in verdicts:
         if one.verdict == "confirmed":
             named |= {*REGISTRY[one.cause].sites, one.site or ""}
+    if context.other_algorithm is not None:
+        named.add("logits")
     said = []
     for site in dict.fromkeys(one.site for one in replayed if one.verdict == "faulty"):
         plain = "layer.0." + site.split(".", 2)[2] if site.startswith("layer.") else site

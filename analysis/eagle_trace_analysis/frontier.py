@@ -51,9 +51,7 @@ def find_frontier(sites: Sequence[Site], results: Mapping[Node, SiteResult]) -> 
         if _is_shape(result):
             explained = any(source in shaped for source in _shape_inputs(by_name[name]))
         else:
-            explained = name != _SELF_EXPLAINED and not all(
-                clean(*source) for source in sources(by_name, name, step)
-            )
+            explained = name != _SELF_EXPLAINED and not all(clean(*source) for source in sources(by_name, name, step))
         if not explained:
             frontier.add((name, step))
     return frontier

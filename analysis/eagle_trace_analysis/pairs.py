@@ -150,7 +150,5 @@ class Pairs:
         for excused, name in ((train, "train_fate"), (serve, "serve_fate")):
             if excused is not None:
                 fate = getattr(self, name)
-                changed[name] = np.where(
-                    (fate == UNMATCHED) & excused, np.int8(CODE_OF["not-materialised"]), fate
-                )
+                changed[name] = np.where((fate == UNMATCHED) & excused, np.int8(CODE_OF["not-materialised"]), fate)
         return replace(self, **changed) if changed else self  # type: ignore[arg-type]

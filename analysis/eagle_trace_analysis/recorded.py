@@ -30,7 +30,7 @@ PROMPT_ROWS = 4096
 
 @dataclass(frozen=True)
 class Values:
-    """Rows of a site: `values` [S, W] in float, zeros where `present` [S] is false."""
+    """Rows of a site: `values` [S, W] in float32, zeros where `present` [S] is false."""
 
     values: Real
     present: Bool
@@ -42,7 +42,7 @@ class Recorded:
     Attributes:
         trace: where they are from.
         keys: keys of the sampled rows, S of them.
-        dtype: what numbers are widened to: float64 for a float32 trace (one dtype higher than its own).
+        dtype: what is computed in: float64 for a float32 trace (one dtype higher than its own), else float32.
     """
 
     def __init__(self, trace: Trace, keys: Rows) -> None:
@@ -93,7 +93,7 @@ class Recorded:
         rows = read_keys(data)
         found = self._lookup(keys, rows) if cached else lookup(keys, rows)
         present = found >= 0
-        values = np.zeros((len(keys), data.width), dtype=self.dtype)
+        values = np.zeros((len(keys), data.width), dtype=np.float32)
         order = np.argsort(found[present], kind="stable")
         at = np.flatnonzero(present)[order]
         values[at] = to_float32(ValueReader(data, 0).take(found[at]))
@@ -108,7 +108,7 @@ class Recorded:
             rows = read_keys(data)
             wanted = np.unique(self.keys.prompt_id)
             here = np.flatnonzero(np.isin(rows.prompt_id, wanted))
-            values = to_float32(ValueReader(data, 0).take(here)).astype(self.dtype)
+            values = to_float32(ValueReader(data, 0).take(here))
             kept = rows.take(here)
             for one in wanted:
                 at = np.flatnonzero(kept.prompt_id == one)

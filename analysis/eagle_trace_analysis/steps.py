@@ -57,7 +57,7 @@ class Inputs:
             raise NotReplayedError(f"{name} was not recorded")
         rows = self.at if rows is None else rows
         self.present &= (rows >= 0) & found.present[np.maximum(rows, 0)]
-        out: Real = found.values[rows]
+        out: Real = found.values[rows].astype(self.recorded.dtype)
         return out
 
     def weight(self, name: str) -> Real:

@@ -147,9 +147,7 @@ class Tolerances:
         self.dtype = lower_dtype([train.manifest.dtype, serve.manifest.dtype])
         self._floors = _read_floors(train)
         self.shared_features = train.manifest.settings.get("features") == "serve"
-        measured_drift = any(
-            site.startswith(_TARGET) and dtype == self.dtype for site, _, dtype in self._floors
-        )
+        measured_drift = any(site.startswith(_TARGET) and dtype == self.dtype for site, _, dtype in self._floors)
         self._drift_layers = 0 if self.shared_features or measured_drift else _target_layers([train, serve])
         self._ancestors = cache(self._find_ancestors)
 
@@ -166,14 +164,11 @@ class Tolerances:
             if measured is not None:
                 measured = measured | {SCALE: measured["rho_median"] / FACTOR}
         allowed = {
-            name: FACTOR * max(floor, measured.get(name, 0.0) if measured else 0.0)
-            for name, floor in analytic.items()
+            name: FACTOR * max(floor, measured.get(name, 0.0) if measured else 0.0) for name, floor in analytic.items()
         }
         source = f"analytic ({roundings:.0f} roundings in {dtype})"
         if measured and measured["rho_median"] > analytic["rho_median"]:
-            source = f"measured in {dtype} on these prompts" + (
-                f" at step {found_step}" if found_step != step else ""
-            )
+            source = f"measured in {dtype} on these prompts" + (f" at step {found_step}" if found_step != step else "")
         return Tolerance(allowed, measured, analytic, roundings, dtype, source)
 
     @property

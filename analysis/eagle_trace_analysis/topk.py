@@ -115,9 +115,7 @@ def _compare(train: _Groups, serve: _Groups, at_train: Int, at_serve: Int) -> _F
     if not blocks:
         none, numbers = np.zeros(0, dtype=np.bool_), np.zeros(0)
         return _Found(none, numbers, numbers, np.zeros(0, dtype=np.int64), numbers, numbers)
-    columns = [
-        np.concatenate([getattr(block, name) for block in blocks]) for name in _Found.__dataclass_fields__
-    ]
+    columns = [np.concatenate([getattr(block, name) for block in blocks]) for name in _Found.__dataclass_fields__]
     return _Found(*columns)
 
 
@@ -145,9 +143,7 @@ def _compare_block(train: tuple[Int, Int, Float64], serve: tuple[Int, Int, Float
     )
 
 
-def _use_measured_errors(
-    found: _Found, alignment: Alignment, groups: Int, logit_errors: tuple[Int, Float64]
-) -> None:
+def _use_measured_errors(found: _Found, alignment: Alignment, groups: Int, logit_errors: tuple[Int, Float64]) -> None:
     """Take the largest error over the whole row of logits where it is known, in place."""
     rows, errors = logit_errors
     if not len(rows):
@@ -185,7 +181,5 @@ def _divergence(
         why = f"best draft id {a['draft_id']} in training, {b['draft_id']} in serving, "
         why += f"margin {found.margin[pair]:.3g} against a largest logit error of {found.error[pair]:.3g}"
     else:
-        why = (
-            f"draft id {a['draft_id']} is target id {a['target_id']} in training, {b['target_id']} in serving"
-        )
+        why = f"draft id {a['draft_id']} is target id {a['target_id']} in training, {b['target_id']} in serving"
     return Divergence(site, step, "ids", f"{counts[0]} of {counts[1]} rows differ; {why}", a, b, row)

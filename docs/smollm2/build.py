@@ -37,7 +37,7 @@ STARTED = time.perf_counter()
 
 
 class Sample(NamedTuple):
-    """Token ids [T], features [T, 3H], the target's last hidden states before its final norm [T, H], answer mask [T]."""
+    """Token ids [T], features [T, 3H], last hidden states before the final norm [T, H], answer mask [T]."""
 
     ids: torch.Tensor
     features: torch.Tensor

@@ -25,13 +25,10 @@ def check(
     reference: Annotated[
         Path | None,
         typer.Option(
-            help="Another checkpoint of this draft: the one before a fix, or the speculators folder it came "
-            "from."
+            help="Another checkpoint of this draft: the one before a fix, or the speculators folder it came from."
         ),
     ] = None,
-    format: Annotated[
-        CheckFormat, typer.Option("--format", help="text, or json for machines.")
-    ] = CheckFormat.text,
+    format: Annotated[CheckFormat, typer.Option("--format", help="text, or json for machines.")] = CheckFormat.text,
 ) -> None:
     """Check a draft without running it. Exit status 0: nothing failed, 1: something did, 2: not checked."""
     from rich.console import Console

@@ -16,7 +16,7 @@ def demo(
     keep: Annotated[Path | None, typer.Option(help="Keep the traces in this folder.")] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="Show no progress.")] = False,
 ) -> None:
-    """Record and diff a tiny draft that ships with eagle-trace, deployed right and deployed wrong (about two minutes)."""
+    """Record and diff a tiny draft that ships with eagle-trace, deployed right and wrong (about two minutes)."""
     if keep is not None:
         if keep.exists() and (not keep.is_dir() or any(keep.iterdir())):
             raise OutputExistsError(f"{keep} exists: choose another --keep")
@@ -44,9 +44,7 @@ def _run(folder: Path, quiet: bool, *, kept: bool) -> None:
         typer.echo(f"Wrote {traces.train}, {traces.healthy} and {traces.broken}")
         typer.echo(f"Next: eagle-trace diff {traces.train} {traces.broken}")
     else:
-        typer.echo(
-            "Next: eagle-trace demo --keep demo   (keeps the traces, to diff and look at them yourself)"
-        )
+        typer.echo("Next: eagle-trace demo --keep demo   (keeps the traces, to diff and look at them yourself)")
     first = broken.first_divergence
     if healthy.verdict != "agree" or first is None or first.site != "fused":
         raise RecordingError("the demo did not come out as it must: please report this with the output above")

@@ -14,9 +14,7 @@ def export(
     target: Annotated[
         Path | None, typer.Option(help="Target checkpoint (needed if the draft names no layer ids).")
     ] = None,
-    force: Annotated[
-        bool, typer.Option("--force", help="Export also what SGLang cannot compute as trained.")
-    ] = False,
+    force: Annotated[bool, typer.Option("--force", help="Export also what SGLang cannot compute as trained.")] = False,
 ) -> None:
     """Write a speculators draft as SGLang loads it: config, layer ids and ties translated."""
     from eagle_trace_analysis.checkpoint.export import export as export_checkpoint

@@ -19,7 +19,7 @@ INTERRUPTED = 130  # what shells report for a program ended by Ctrl-C; 1 would m
 
 
 class _Commands(TyperGroup):
-    """Turns errors raised on purpose into one sentence and an exit status; anything else is a bug and keeps its traceback."""
+    """Turns errors raised on purpose into one sentence and an exit status; a bug keeps its traceback."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -35,7 +35,7 @@ class _Commands(TyperGroup):
 app = typer.Typer(
     name="eagle-trace",
     cls=_Commands,
-    help="Record the training and the serving forward of an EAGLE-3 draft, line them up, name the first place they part.",
+    help="Record the training and the serving forward of an EAGLE-3 draft, and name the first place they part.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

@@ -29,17 +29,11 @@ class Level(StrEnum):
 
 
 def record(
-    mode: Annotated[
-        Mode, typer.Option(help="Which forward: speculators' training forward, or SGLang's draft worker.")
-    ],
-    draft: Annotated[
-        Path, typer.Option(help="Draft checkpoint: speculators format for train, SGLang's for serve.")
-    ],
+    mode: Annotated[Mode, typer.Option(help="Which forward: speculators' training forward, or SGLang's draft worker.")],
+    draft: Annotated[Path, typer.Option(help="Draft checkpoint: speculators format for train, SGLang's for serve.")],
     out: Annotated[Path, typer.Option(help="Folder to write the trace to.")],
     target: Annotated[Path | None, typer.Option(help="Target checkpoint, Hugging Face format.")] = None,
-    prompts: Annotated[
-        Path | None, typer.Option(help="JSON lines with prompt, messages or input_ids.")
-    ] = None,
+    prompts: Annotated[Path | None, typer.Option(help="JSON lines with prompt, messages or input_ids.")] = None,
     replay: Annotated[
         Path | None, typer.Option(help="train: take tokens and draft chains from this serve trace.")
     ] = None,
@@ -47,23 +41,17 @@ def record(
         str | None,
         typer.Option(help="train: compute (run the target), serve (those the server fed), or a folder."),
     ] = None,
-    steps: Annotated[
-        int | None, typer.Option(help="Draft steps. Default: 3, or the replayed trace's.")
-    ] = None,
+    steps: Annotated[int | None, typer.Option(help="Draft steps. Default: 3, or the replayed trace's.")] = None,
     topk: Annotated[int, typer.Option(help="serve: branches of the draft tree (1: a chain).")] = 1,
     draft_tokens: Annotated[
         int | None, typer.Option(help="serve: tokens verified at once. Default: steps + 1.")
     ] = None,
-    dtype: Annotated[
-        str, typer.Option(help="float32, float16, bfloat16, or auto: the checkpoint's own.")
-    ] = "auto",
+    dtype: Annotated[str, typer.Option(help="float32, float16, bfloat16, or auto: the checkpoint's own.")] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     max_new_tokens: Annotated[int, typer.Option(help="serve: tokens to answer to each prompt.")] = 48,
     batch_size: Annotated[int, typer.Option(help="serve: prompts sent at once.")] = 8,
     level: Annotated[Level, typer.Option(help="How much to keep of each row.")] = Level.values,
-    max_bytes: Annotated[
-        str | None, typer.Option(help="Stop recording after so much, e.g. 500MB or 4GB.")
-    ] = None,
+    max_bytes: Annotated[str | None, typer.Option(help="Stop recording after so much, e.g. 500MB or 4GB.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace the trace at --out.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="Show no progress.")] = False,
     sglang_args: Annotated[
@@ -100,12 +88,15 @@ def record(
     with Progress(quiet) as progress:
         path = find_recorder(mode.value)(**common, **own, progress=progress)
     typer.echo(f"Wrote {path}")
-    typer.echo(_next_command(mode, path, replay, draft, target))
+    typer.echo(_next_command(mode, path, replay, target))
 
 
-def _next_command(mode: Mode, path: Path, replay: Path | None, draft: Path, target: Path | None) -> str:
+def _next_command(mode: Mode, path: Path, replay: Path | None, target: Path | None) -> str:
     if mode is Mode.serve:
-        return f"Next: eagle-trace record --mode train --target {target} --draft SPECULATORS_DRAFT --replay {path} --out train.trace"
+        return (
+            f"Next: eagle-trace record --mode train --target {target} --draft SPECULATORS_DRAFT "
+            f"--replay {path} --out train.trace"
+        )
     return f"Next: eagle-trace diff {path} {replay or 'SERVE_TRACE'}"
 
 

@@ -230,9 +230,7 @@ def answer_prompts(model: LlamaForCausalLM, documents: Sequence[Sequence[str]], 
             prompts = torch.tensor(rows[at : at + 64])
             with torch.no_grad():
                 mask = torch.ones_like(prompts)
-                out = model.generate(
-                    prompts, attention_mask=mask, max_new_tokens=ANSWER_TOKENS, do_sample=False
-                )
+                out = model.generate(prompts, attention_mask=mask, max_new_tokens=ANSWER_TOKENS, do_sample=False)
             answers += [Answer(_until_eos(ids, length), length) for ids in out.tolist()]
     return answers
 
@@ -301,9 +299,7 @@ def _packed(features: Sequence[Features]) -> dict[str, torch.Tensor]:
     }
 
 
-def train_draft(
-    target_folder: Path, answers: Sequence[Answer], features: Sequence[Features], budget: Budget
-) -> Any:
+def train_draft(target_folder: Path, answers: Sequence[Answer], features: Sequence[Features], budget: Budget) -> Any:
     """Train speculators' Eagle3DraftModel with its own loss; returns it rounded to bfloat16."""
     import torch
     from speculators.losses import resolve_loss_config

@@ -1,4 +1,4 @@
-"""The demo: one draft, deployed right and deployed as in the story the tool was born from, and what a diff says of each.
+"""The demo: one draft, deployed right and deployed as in the story the tool was born from, and a diff of each.
 
 The broken deployment differs in one word of its config: `use_aux_hidden_state: false`. The server then feeds its draft
 one target layer's hidden state instead of three, the width equals the embedding's, and SGLang skips the projection.

@@ -44,9 +44,7 @@ def _generate(
         for (rid, _), answer in zip(chunk, answers, strict=True):
             meta = answer["meta_info"]
             spec = {
-                key: value
-                for key, value in meta.items()
-                if key.startswith("spec_") and isinstance(value, int | float)
+                key: value for key, value in meta.items() if key.startswith("spec_") and isinstance(value, int | float)
             }
             connection.send(("answer", rid, list(answer["output_ids"]), answer.get("text") or "", spec))
     connection.send(("answered",))
@@ -66,9 +64,7 @@ def main() -> None:
     job = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     connection = connect("engine")
     if connection is None:
-        raise SystemExit(
-            "eagle_trace_sglang.engine is started by `eagle-trace record --mode serve`, not by hand"
-        )
+        raise SystemExit("eagle_trace_sglang.engine is started by `eagle-trace record --mode serve`, not by hand")
     import sglang
     from sglang.srt.server_args import prepare_server_args
 
@@ -76,9 +72,7 @@ def main() -> None:
     tokenizer = _tokenizer(job["target"], server_args.trust_remote_code)
     engine = sglang.Engine(server_args=server_args)
     try:
-        connection.send(
-            ("ready", {name: version(name) for name in ("sglang", "torch", "transformers", "numpy")})
-        )
+        connection.send(("ready", {name: version(name) for name in ("sglang", "torch", "transformers", "numpy")}))
         while True:
             try:
                 name, *arguments = connection.recv()

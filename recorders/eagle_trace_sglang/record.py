@@ -73,7 +73,5 @@ def record(
             out.rmdir()
         raise
     if not len(open_trace(out).rows):
-        raise HostError(
-            f"SGLang answered, but its draft was never run: {out} holds no rows; is speculation on?"
-        )
+        raise HostError(f"SGLang answered, but its draft was never run: {out} holds no rows; is speculation on?")
     return out

@@ -190,11 +190,7 @@ class ServeRecorder:
         batch = kwargs["forward_batch"] if "forward_batch" in kwargs else args[2]
         self._call = None
         recording = self._recording
-        if (
-            recording is None
-            or batch.forward_mode.name not in RECORDED_MODES
-            or not recording.writer.accepting
-        ):
+        if recording is None or batch.forward_mode.name not in RECORDED_MODES or not recording.writer.accepting:
             return
         if not any(rid in recording.tracker for rid in batch.rids or ()):
             return
@@ -245,9 +241,7 @@ class ServeRecorder:
             writer.put_values(site, rows, values)
         if logits is not None:
             self._write_logits(writer, call, logits)
-        shapes = [
-            {"site": site, "shape": shape, "dtype": dtype} for site, (shape, dtype) in call.shapes.items()
-        ]
+        shapes = [{"site": site, "shape": shape, "dtype": dtype} for site, (shape, dtype) in call.shapes.items()]
         record = {"call_id": recording.calls, "role": "draft", "mode": facts.mode, "shapes": shapes}
         writer.put_record("calls", record | {"batch_size": len(facts.rids), "tokens": len(facts.input_ids)})
         recording.calls += 1
@@ -314,9 +308,7 @@ def _call_facts(batch: Any) -> DraftCall:
         input_ids=to_array(batch.input_ids),
         positions=to_array(batch.positions),
         seq_lens=to_array(batch.seq_lens),
-        extend_lens=None
-        if batch.extend_seq_lens is None or mode == "DECODE"
-        else to_array(batch.extend_seq_lens),
+        extend_lens=None if batch.extend_seq_lens is None or mode == "DECODE" else to_array(batch.extend_seq_lens),
         accept_lens=to_array(accepted) if mode == "DRAFT_EXTEND_V2" else None,
     )
 

@@ -66,9 +66,7 @@ class ServerOptions:
                 raise UsageError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(self, name)}")
         ranks = ("--tp", "--tp-size", "--tensor-parallel-size")
         if any(word.split("=")[0] in ranks for word in self.sglang_args):
-            raise UsageError(
-                "recording one rank of several would keep a part of each site only: record with one GPU"
-            )
+            raise UsageError("recording one rank of several would keep a part of each site only: record with one GPU")
         return check_deployment(self.target, self.draft)
 
 
@@ -214,7 +212,8 @@ class Server:
         longest = max(len(ids) for ids in token_ids) + request.max_new_tokens
         if self._device == "cpu" and longest > self._options.cache_tokens:
             raise PromptsError(
-                f"a prompt and its answer need {longest} tokens, the cache on CPU has {self._options.cache_tokens}: shorten it"
+                f"a prompt and its answer need {longest} tokens, "
+                f"the cache on CPU has {self._options.cache_tokens}: shorten it"
             )
         return token_ids, texts
 
@@ -239,16 +238,12 @@ class Server:
 def _take_facts(manifest: Manifest, facts: dict[str, Any]) -> None:
     """What the recorder found inside SGLang, into the manifest."""
     if facts["tp_size"] != 1:
-        raise UsageError(
-            "recording one rank of several would keep a part of each site only: record with one GPU"
-        )
+        raise UsageError("recording one rank of several would keep a part of each site only: record with one GPU")
     manifest.dtype, manifest.device = facts["dtype"], facts["device"]
     manifest.draft |= {name: facts[name] for name in ("architecture", "dropped_keys")}
     manifest.settings["algorithm"] = facts["algorithm"]
     if facts["dropped_keys"]:
-        manifest.warnings.append(
-            f"SGLang dropped from the draft's checkpoint: {', '.join(facts['dropped_keys'])}"
-        )
+        manifest.warnings.append(f"SGLang dropped from the draft's checkpoint: {', '.join(facts['dropped_keys'])}")
     for site in ("logits", "topk.draft_id", "topk.target_id"):
         why = "SGLang computes logits for the last row of a prefill only"
         manifest.not_materialised.append({"site": site, "rows": "prefill", "why": why})

@@ -70,9 +70,7 @@ def _hook_layer(hooks: Hooks, n: int, layer: Any, after: Callable[..., None], ca
     q_size, kv_size = attention.q_size, attention.kv_size
     edges = {"q": (0, q_size), "k": (q_size, q_size + kv_size), "v": (q_size + kv_size, q_size + 2 * kv_size)}
     for part, (start, end) in edges.items():
-        after(
-            attention.qkv_proj, f"{at}.attn.{part}", lambda output, s=start, e=end: _first(output)[..., s:e]
-        )
+        after(attention.qkv_proj, f"{at}.attn.{part}", lambda output, s=start, e=end: _first(output)[..., s:e])
     after(attention.rotary_emb, f"{at}.attn.q_rope", lambda output: output[0])
     after(attention.rotary_emb, f"{at}.attn.k_rope", lambda output: output[1])
     hooks.before(attention.o_proj, lambda _module, args, _kwargs: capture(f"{at}.attn.context", args[0]))
@@ -84,8 +82,6 @@ def _hook_layer(hooks: Hooks, n: int, layer: Any, after: Callable[..., None], ca
         f"{at}.mlp.gate",
         lambda output: _first(output)[..., : _first(output).shape[-1] // 2],
     )
-    after(
-        mlp.gate_up_proj, f"{at}.mlp.up", lambda output: _first(output)[..., _first(output).shape[-1] // 2 :]
-    )
+    after(mlp.gate_up_proj, f"{at}.mlp.up", lambda output: _first(output)[..., _first(output).shape[-1] // 2 :])
     after(mlp.act_fn, f"{at}.mlp.act")
     after(mlp.down_proj, f"{at}.mlp.out")

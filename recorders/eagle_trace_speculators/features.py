@@ -84,9 +84,7 @@ class ComputedFeatures:
         dtype, reference = precision.dtype, precision.reference
         with quiet():
             try:
-                model = AutoModelForCausalLM.from_pretrained(
-                    target, dtype=DTYPES[dtype], attn_implementation="sdpa"
-                )
+                model = AutoModelForCausalLM.from_pretrained(target, dtype=DTYPES[dtype], attn_implementation="sdpa")
             except (RuntimeError, ValueError, OSError, KeyError) as error:
                 raise CheckpointError(
                     f"transformers cannot load the target {target}: {str(error).splitlines()[0]}"
@@ -133,9 +131,7 @@ class ComputedFeatures:
             for layer in set(layer_ids):
                 # behind the last layer, the final norm's input: hidden_states[-1] of Hugging Face is its
                 # output
-                hooks.before(
-                    decoder.layers[layer] if layer < len(decoder.layers) else decoder.norm, keep(layer)
-                )
+                hooks.before(decoder.layers[layer] if layer < len(decoder.layers) else decoder.norm, keep(layer))
             for task in tasks:
                 token_ids = torch.tensor([task.token_ids[:-1]], dtype=torch.long, device=device)
                 if token_ids.shape[1]:
@@ -243,9 +239,7 @@ class ServedFeatures:
     def rows(self, task: Task, *, reference: bool) -> Any:  # noqa: ARG002 (given, so exact in any dtype)
         """Features [count, n * G], as recorded."""
         rows = self._row_of[task.prompt_id]
-        return to_tensor(
-            self._reader.take(np.array([rows[root] for root in range(len(rows))], dtype=np.int64))
-        )
+        return to_tensor(self._reader.take(np.array([rows[root] for root in range(len(rows))], dtype=np.int64)))
 
 
 # ---- a folder: speculators' own training data
@@ -269,9 +263,7 @@ class StoredFeatures:
     """
 
     def __init__(self, folder: Path, tasks: Sequence[Task], width: int) -> None:
-        files = sorted(folder.glob("hs_*.safetensors")) or sorted(
-            (folder / "hidden_states").glob("hs_*.safetensors")
-        )
+        files = sorted(folder.glob("hs_*.safetensors")) or sorted((folder / "hidden_states").glob("hs_*.safetensors"))
         if not files:
             raise UsageError(
                 f"{folder} holds no hs_N.safetensors: "
@@ -339,9 +331,7 @@ def open_features(
     """
     if features == "serve":
         if replay is None:
-            raise UsageError(
-                "--features serve takes them from the trace given with --replay, and there is none"
-            )
+            raise UsageError("--features serve takes them from the trace given with --replay, and there is none")
         return ServedFeatures(replay, tasks, width)
     if features != "compute":
         return StoredFeatures(Path(features), tasks, width)

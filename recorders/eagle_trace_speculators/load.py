@@ -122,9 +122,7 @@ def read_draft_config(draft: Path) -> Eagle3SpeculatorConfig:
                 f"{draft} is a draft in SGLang's flat format: give the folder that speculators saved, "
                 "whose config.json has a transformer_layer_config"
             )
-        raise CheckpointError(
-            f"{draft} is no speculators draft: its config.json has no speculators_model_type"
-        )
+        raise CheckpointError(f"{draft} is no speculators draft: its config.json has no speculators_model_type")
     if kind != "eagle3":
         raise CheckpointError(f"{draft} is a {kind} draft: only eagle3 can be recorded")
     try:
@@ -188,9 +186,7 @@ def target_config(target: Path) -> Any:
     try:
         return get_verifier_config(str(target))
     except (ValueError, OSError, KeyError) as error:
-        raise CheckpointError(
-            f"cannot read the config of the target {target}: {_first_line(error)}"
-        ) from error
+        raise CheckpointError(f"cannot read the config of the target {target}: {_first_line(error)}") from error
 
 
 def target_facts(target: Path) -> dict[str, Any]:
@@ -238,9 +234,7 @@ def _layer_ids(config: Any, draft: Path, target: Path | None) -> list[int] | Non
         with quiet():
             return list(resolve_target_layer_ids(ids, str(target)))
     except ValueError as error:
-        raise CheckpointError(
-            f"the draft {draft} does not fit the target {target}: {_first_line(error)}"
-        ) from error
+        raise CheckpointError(f"the draft {draft} does not fit the target {target}: {_first_line(error)}") from error
 
 
 def _fill_from_target(model: Any, stored: set[str], draft: Path, target: Path | None) -> list[str]:
@@ -262,13 +256,8 @@ def _fill_from_target(model: Any, stored: set[str], draft: Path, target: Path | 
             for name in wanted:
                 model.get_parameter(name).data.copy_(weights[name])
     except (RuntimeError, ValueError, OSError, KeyError) as error:
-        raise CheckpointError(
-            f"cannot take {' and '.join(wanted)} from {target}: {_first_line(error)}"
-        ) from error
-    return [
-        f"{name} is not in the draft's checkpoint: taken from the target, as speculators does"
-        for name in wanted
-    ]
+        raise CheckpointError(f"cannot take {' and '.join(wanted)} from {target}: {_first_line(error)}") from error
+    return [f"{name} is not in the draft's checkpoint: taken from the target, as speculators does" for name in wanted]
 
 
 def _facts(draft: Path, config: Any, layer_ids: list[int] | None) -> dict[str, Any]:

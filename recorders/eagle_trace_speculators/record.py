@@ -69,13 +69,9 @@ class TrainOptions:
     def check(self) -> None:
         """Raises UsageError if the options do not make sense together."""
         if (self.prompts is None) == (self.replay is None):
-            raise UsageError(
-                "give one of --prompts (the draft on its own tokens) and --replay (on a server's)"
-            )
+            raise UsageError("give one of --prompts (the draft on its own tokens) and --replay (on a server's)")
         if self.features == "serve" and self.replay is None:
-            raise UsageError(
-                "--features serve takes them from the trace given with --replay, and there is none"
-            )
+            raise UsageError("--features serve takes them from the trace given with --replay, and there is none")
         if self.features == "compute" and self.target is None:
             raise UsageError("--features compute runs the target: give --target, or take --features serve")
         if self.steps is not None and self.steps < 1:
@@ -103,9 +99,7 @@ def record(*, progress: Progress = lambda _: None, **options: Any) -> Path:
     asked.check()
     _require_host()
     if not asked.force:
-        prepare_output(
-            asked.out
-        )  # refuse before the work; with --force, what is there goes only when all is ready
+        prepare_output(asked.out)  # refuse before the work; with --force, what is there goes only when all is ready
     try:
         return _record(asked, progress)
     except BaseException:
@@ -154,14 +148,10 @@ def _require_host() -> None:
     try:
         import speculators  # noqa: F401
     except ImportError as error:
-        raise HostError(
-            f"speculators cannot be imported ({error}): pip install 'eagle-trace[train]'"
-        ) from error
+        raise HostError(f"speculators cannot be imported ({error}): pip install 'eagle-trace[train]'") from error
 
 
-def _tasks(
-    asked: TrainOptions, draft: LoadedDraft, trace: Trace | None, manifest: Manifest
-) -> tuple[list[Task], int]:
+def _tasks(asked: TrainOptions, draft: LoadedDraft, trace: Trace | None, manifest: Manifest) -> tuple[list[Task], int]:
     """The prompts and the number of steps; both are noted in the manifest."""
     if trace is not None:
         tasks, unpaired = replay_tasks(trace, asked.steps)
@@ -189,9 +179,7 @@ def _tasks(
 def trained_steps(draft: LoadedDraft) -> int:
     """Number of forwards the draft was trained with, as its config proposes it."""
     methods = draft.model.config.speculators_config.proposal_methods
-    return next(
-        (int(n) for method in methods if (n := getattr(method, "speculative_tokens", None))), DEFAULT_STEPS
-    )
+    return next((int(n) for method in methods if (n := getattr(method, "speculative_tokens", None))), DEFAULT_STEPS)
 
 
 def prompt_tasks(prompts: list[Prompt], target: Path | None) -> list[Task]:
@@ -207,9 +195,7 @@ def prompt_tasks(prompts: list[Prompt], target: Path | None) -> list[Task]:
         try:
             tokenizer = AutoTokenizer.from_pretrained(target)
         except (OSError, ValueError) as error:
-            raise PromptsError(
-                f"cannot load the tokenizer of {target}: give the prompts as input_ids"
-            ) from error
+            raise PromptsError(f"cannot load the tokenizer of {target}: give the prompts as input_ids") from error
     tasks = []
     for number, prompt in enumerate(prompts):
         token_ids = tokenize(prompt, tokenizer)
@@ -226,9 +212,7 @@ def prompt_tasks(prompts: list[Prompt], target: Path | None) -> list[Task]:
     return tasks
 
 
-def _manifest(
-    asked: TrainOptions, draft: LoadedDraft, trace: Trace | None, dtype: str, device: str
-) -> Manifest:
+def _manifest(asked: TrainOptions, draft: LoadedDraft, trace: Trace | None, dtype: str, device: str) -> Manifest:
     from eagle_trace_speculators.load import is_compiled, target_facts
 
     changes = [

@@ -44,9 +44,7 @@ def open_replay(path: Path) -> Trace:
     """
     trace = open_trace(path)
     if trace.side != "serve":
-        raise UsageError(
-            f"{path} is a {trace.side} trace: --replay takes what `eagle-trace record --mode serve` wrote"
-        )
+        raise UsageError(f"{path} is a {trace.side} trace: --replay takes what `eagle-trace record --mode serve` wrote")
     return trace
 
 

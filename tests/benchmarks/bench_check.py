@@ -38,9 +38,7 @@ print(f"{seconds:.2f} s, peak {peak:.0f} MB, warned or failed: {troubled}")
 
 def main() -> None:
     """Write the checkpoint and check it."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gigabytes", type=float, default=2.0)
     parser.add_argument("--reference", action="store_true", help="compare with a second copy as well")
     options = parser.parse_args()

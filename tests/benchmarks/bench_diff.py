@@ -91,11 +91,7 @@ def bare_pass(train: Path, serve: Path) -> None:
         for file in sorted(folder.glob("*.parquet")):
             sides = []
             for path in (file, serve / "values" / folder.name / file.name):
-                column = (
-                    pq.read_table(path, columns=["values"], partitioning=None)
-                    .column("values")
-                    .combine_chunks()
-                )
+                column = pq.read_table(path, columns=["values"], partitioning=None).column("values").combine_chunks()
                 dtype = DTYPES[pq.read_schema(path).metadata[b"eagle_trace.dtype"].decode()]
                 chunk = column.chunk(0) if hasattr(column, "chunk") else column
                 flat = np.frombuffer(chunk.buffers()[1], np.uint8).view(dtype)
@@ -110,9 +106,7 @@ def run_diff(train: Path, serve: Path) -> None:
 
     result = diff(open_trace(train), open_trace(serve))
     if result.verdict != "agree":
-        raise SystemExit(
-            f"the benchmark's traces should agree: {result.first_divergence or result.incomparable}"
-        )
+        raise SystemExit(f"the benchmark's traces should agree: {result.first_divergence or result.incomparable}")
 
 
 def _child(work: Callable[[Path, Path], None], train: Path, serve: Path, connection: object) -> None:
@@ -145,9 +139,7 @@ def measure(work: Callable[[Path, Path], None], train: Path, serve: Path) -> tup
 def main() -> None:
     """Print one line a trace size."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "largest", nargs="?", type=int, default=400, help="largest pair, MB of values on both sides"
-    )
+    parser.add_argument("largest", nargs="?", type=int, default=400, help="largest pair, MB of values on both sides")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
     parser.add_argument("--hidden", type=int, default=2048)
     parser.add_argument("--keep", type=Path, help="folder for the traces (default: a temporary one)")

@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 
 import psutil
+
 from eagle_trace.demo import models_dir, prompts_file
 from eagle_trace.prompts import read_prompts
 from eagle_trace_analysis.checkpoint.export import export
@@ -59,7 +60,7 @@ def main() -> None:
             export(models_dir() / "draft", draft, target=target)
         request = Request(read_prompts(prompts_file()), max_new_tokens=48)
         figures: dict[str, list[tuple[float, float, int, int]]] = {level: [] for level in LEVELS}
-        with Server(ServerOptions(target, draft, dtype="float32"), lambda message: None) as server:
+        with Server(ServerOptions(target, draft, dtype="float32")) as server:
             server.answer(request)  # warm-up
             for number in range(ROUNDS):
                 for level in LEVELS:

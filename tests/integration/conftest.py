@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from eagle_trace import Trace, open_trace
 from eagle_trace.demo import prompts_file
-
 from tests.support.pairs import DRAFT, TARGET
 
 Serve = Callable[..., Trace]
@@ -92,9 +92,7 @@ def train(folder: Path) -> Train:
             "argv": [],
             "progress": lambda _: None,
         } | options
-        name = json.dumps(
-            {key: str(value) for key, value in asked.items() if key != "progress"}, sort_keys=True
-        )
+        name = json.dumps({key: str(value) for key, value in asked.items() if key != "progress"}, sort_keys=True)
         if name not in made:
             made[name] = open_trace(record(out=folder / f"train{len(made)}.trace", **asked))
         return made[name]

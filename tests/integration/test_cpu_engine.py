@@ -171,21 +171,15 @@ def test_every_greedy_token_is_the_choice_of_the_same_model_in_transformers(
 class TestSpeculation:
     def test_greedy_text_is_that_of_the_target_alone(self, engines: Engines, shape: str, dtype: str) -> None:
         plain, speculative = engines("plain", dtype), engines(shape, dtype)
-        _assert_same_text(
-            plain[TOGETHER] + plain[ALONE], speculative[TOGETHER] + speculative[ALONE], NEAR_TIE[dtype]
-        )
+        _assert_same_text(plain[TOGETHER] + plain[ALONE], speculative[TOGETHER] + speculative[ALONE], NEAR_TIE[dtype])
 
-    def test_some_drafts_are_accepted_and_some_are_not(
-        self, engines: Engines, shape: str, dtype: str
-    ) -> None:
+    def test_some_drafts_are_accepted_and_some_are_not(self, engines: Engines, shape: str, dtype: str) -> None:
         infos = [answer["meta_info"] for answer in engines(shape, dtype)[TOGETHER]]
         accepted = sum(info["spec_num_correct_drafts"] for info in infos)
         rounds = sum(info["spec_verify_ct"] for info in infos)
         assert 0.2 * rounds < accepted < 2.5 * rounds
 
-    def test_a_prefix_from_the_radix_cache_gives_the_same_text(
-        self, engines: Engines, shape: str, dtype: str
-    ) -> None:
+    def test_a_prefix_from_the_radix_cache_gives_the_same_text(self, engines: Engines, shape: str, dtype: str) -> None:
         answers = engines(shape, dtype)
         assert answers[AGAIN][0]["meta_info"]["cached_tokens"] > 0
         _assert_same_text(answers[ALONE], answers[AGAIN], NEAR_TIE[dtype])

@@ -133,6 +133,10 @@ def _offsets(change: Callable[[Any, Any], Any]) -> Edit:
     return lambda held: held.update(d2t=change(held["d2t"], torch.arange(len(held["d2t"]))))
 
 
+def _without(*names: str) -> Edit:
+    return lambda held: [held.pop(name) for name in names]
+
+
 def _rename(old: str, new: str) -> Edit:
     return lambda held: held.update({new: held.pop(old)})
 
@@ -170,7 +174,7 @@ AS_DEPLOYED = {
     "head-missing": Deployed("weights-missing", "logits", tensors=faults.lm_head_missing),
     "head-tied": Deployed("lm-head-tied", "logits", config=_set(tie_word_embeddings=True)),
     "head-from-target": Deployed(
-        "lm-head-from-target", "logits", config=_set(draft_vocab_size=None), tensors=lambda held: held.pop("d2t")
+        "lm-head-from-target", "logits", config=_set(draft_vocab_size=None), tensors=_without("d2t", "lm_head.weight")
     ),
     "d2t-ids": Deployed("d2t-absolute", "topk.target_id", tensors=_offsets(lambda d, n: d + n)),
     "d2t-minus-arange": Deployed("d2t-absolute", "topk.target_id", tensors=faults.d2t_minus_arange),

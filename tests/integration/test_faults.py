@@ -1,4 +1,4 @@
-"""Faults planted on the real SGLang and the real speculators: each is named where it starts, and healthy pairs agree."""
+"""Faults planted on the real hosts: each is named where it starts, and healthy pairs agree."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from eagle_trace import Trace
 from eagle_trace_analysis import diff
-from tests.support.pairs import DRAFT
 from tests.support import faults
+from tests.support.pairs import DRAFT
 
 pytestmark = pytest.mark.integration
 
@@ -26,9 +27,7 @@ Make = Callable[..., Trace]
         pytest.param({}, {"features": "serve", "target": None}, id="fp32-features-of-the-server"),
         pytest.param({"batch_size": 1}, {}, id="fp32-one-at-a-time"),
         pytest.param({"dtype": "bfloat16"}, {}, id="bf16"),
-        pytest.param(
-            {"dtype": "bfloat16"}, {"features": "serve", "target": None}, id="bf16-features-of-the-server"
-        ),
+        pytest.param({"dtype": "bfloat16"}, {"features": "serve", "target": None}, id="bf16-features-of-the-server"),
         pytest.param({"topk": 4, "draft_tokens": 8}, {}, id="fp32-tree"),
         pytest.param({"topk": 4, "draft_tokens": 8, "dtype": "bfloat16"}, {}, id="bf16-tree"),
     ],

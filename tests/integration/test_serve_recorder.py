@@ -1,4 +1,4 @@
-"""The serve recorder on the real SGLang: what it keeps is what the server did, and the server does the same without it."""
+"""The serve recorder on the real SGLang: it keeps what the server did, and the server does the same without it."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+from safetensors.torch import load_file
+
 from eagle_trace import Trace, open_trace
 from eagle_trace.errors import CheckpointError, HostError, OutputExistsError, PromptsError, UsageError
 from eagle_trace.prompts import read_prompts
 from eagle_trace.sites import draft_sites
-from safetensors.torch import load_file
 from tests.support.pairs import TARGET
 
 pytestmark = pytest.mark.integration
@@ -53,9 +54,7 @@ def test_rows_are_the_tokens_the_server_committed_and_nothing_else(serve: Make) 
         roots = np.sort(rows.root[first][rows.prompt_id[first] == prompt_id])
         assert roots.tolist() == list(range(len(ids) - 1))
     for prompt in trace.prompts.itertuples():
-        assert list(prompt.token_ids[prompt.num_prompt_tokens :])[: len(prompt.output_ids)] == list(
-            prompt.output_ids
-        )
+        assert list(prompt.token_ids[prompt.num_prompt_tokens :])[: len(prompt.output_ids)] == list(prompt.output_ids)
 
 
 def test_rounds_add_up_to_what_the_server_counts(serve: Make) -> None:
@@ -70,9 +69,7 @@ def test_rounds_add_up_to_what_the_server_counts(serve: Make) -> None:
 
 def test_values_are_those_of_the_checkpoint_on_the_recorded_input(serve: Make, deployed: Path) -> None:
     trace = serve()
-    weights = {
-        name: tensor.float().numpy() for name, tensor in load_file(deployed / "model.safetensors").items()
-    }
+    weights = {name: tensor.float().numpy() for name, tensor in load_file(deployed / "model.safetensors").items()}
     fused = trace.values("fused")
     np.testing.assert_allclose(fused @ weights["fc.weight"].T, trace.values("fc.out"), rtol=1e-4, atol=1e-5)
     parts = np.concatenate([trace.values(f"target.hidden.{k}") for k in range(3)], axis=1)
@@ -80,9 +77,7 @@ def test_values_are_those_of_the_checkpoint_on_the_recorded_input(serve: Make, d
     residual = trace.values("hidden") + trace.values("layer.0.attn.out")
     np.testing.assert_allclose(residual, trace.values("layer.0.attn.residual"), rtol=1e-4, atol=1e-5)
     gate, up = trace.values("layer.0.mlp.gate"), trace.values("layer.0.mlp.up")
-    np.testing.assert_allclose(
-        gate / (1 + np.exp(-gate)) * up, trace.values("layer.0.mlp.act"), rtol=1e-4, atol=1e-5
-    )
+    np.testing.assert_allclose(gate / (1 + np.exp(-gate)) * up, trace.values("layer.0.mlp.act"), rtol=1e-4, atol=1e-5)
 
 
 def test_topk_is_mapped_to_target_ids_as_the_worker_does(serve: Make, deployed: Path) -> None:
@@ -91,11 +86,7 @@ def test_topk_is_mapped_to_target_ids_as_the_worker_does(serve: Make, deployed: 
     ids = trace.topk.draft_id.to_numpy()
     np.testing.assert_array_equal(trace.topk.target_id, ids + d2t[ids])
     drafted = trace.rows.token_id[trace.rows.step == 1]
-    best = (
-        trace.topk[(trace.topk.step == 0) & (trace.topk["rank"] == 0)]
-        .set_index(["prompt_id", "root"])
-        .target_id
-    )
+    best = trace.topk[(trace.topk.step == 0) & (trace.topk["rank"] == 0)].set_index(["prompt_id", "root"]).target_id
     rows = trace.rows
     first = np.flatnonzero(rows.step == 1)
     assert [best[(rows.prompt_id[i], rows.root[i])] for i in first] == drafted.tolist()
@@ -105,9 +96,7 @@ def test_parameters_are_found_in_the_checkpoint(serve: Make) -> None:
     params = serve().params
     assert params.in_checkpoint.all()
     assert not params.nonfinite.any()
-    assert {"fc.weight", "lm_head.weight", "d2t", "layers.0.self_attn.q_proj.weight"} <= set(
-        params.canonical_name
-    )
+    assert {"fc.weight", "lm_head.weight", "d2t", "layers.0.self_attn.q_proj.weight"} <= set(params.canonical_name)
 
 
 def test_the_answers_are_the_same_with_and_without_recording(
@@ -148,9 +137,7 @@ def test_a_byte_budget_stops_the_recording_and_not_the_server(
 
 
 def test_chunked_prefill_and_prefix_cache_record_what_is_computed(serve: Make) -> None:
-    trace = serve(
-        batch_size=2, sglang_args=("--chunked-prefill-size", "16", "--enable-radix-cache"), max_new_tokens=8
-    )
+    trace = serve(batch_size=2, sglang_args=("--chunked-prefill-size", "16", "--enable-radix-cache"), max_new_tokens=8)
     rows = trace.rows
     for prompt in trace.prompts.itertuples():
         roots = rows.root[(rows.prompt_id == prompt.prompt_id) & (rows.step == 0)]
@@ -165,9 +152,7 @@ def asked(tmp_path: Path, deployed: Path, four_prompts: Path, **changed: Any) ->
     return {"target": TARGET, "draft": deployed, "prompts": four_prompts, "out": tmp_path / "out"} | changed
 
 
-def test_bad_input_is_refused_before_anything_starts(
-    tmp_path: Path, deployed: Path, four_prompts: Path
-) -> None:
+def test_bad_input_is_refused_before_anything_starts(tmp_path: Path, deployed: Path, four_prompts: Path) -> None:
     from eagle_trace.demo import models_dir
     from eagle_trace_sglang.record import record
 
@@ -213,13 +198,11 @@ def test_a_plugin_that_is_not_loaded_is_noticed(
 
     # SGLang then cannot run EAGLE on this CPU either, so what is seen is a host that dies or a recorder that is silent
     monkeypatch.setenv("SGLANG_PLUGINS", "somebody_else")
-    with pytest.raises(HostError, match="recorder did not report|ended before"):
+    with pytest.raises(HostError, match=r"recorder did not report|ended before"):
         record(**asked(tmp_path, deployed, four_prompts))
 
 
-def test_ctrl_c_leaves_no_process_and_no_sealed_trace(
-    tmp_path: Path, deployed: Path, four_prompts: Path
-) -> None:
+def test_ctrl_c_leaves_no_process_and_no_sealed_trace(tmp_path: Path, deployed: Path, four_prompts: Path) -> None:
     import signal
 
     out = tmp_path / "out"
@@ -239,5 +222,5 @@ def test_ctrl_c_leaves_no_process_and_no_sealed_trace(
     assert process.returncode == 130
     assert "Traceback" not in error
     assert not (out / "manifest.json").exists()
-    gone, alive = psutil.wait_procs(tree, timeout=10)
+    _, alive = psutil.wait_procs(tree, timeout=10)
     assert not alive

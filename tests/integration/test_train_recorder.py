@@ -124,9 +124,7 @@ def check_step(table: Table, weights: dict[str, Tensor], step: int, config: dict
     close("embed", at("embed"), weights["embed_tokens.weight"][tokens])
     if step:
         previous = table.site("carry")
-        carried = torch.from_numpy(
-            np.stack([previous[prompt, root, path[:-1]] for prompt, root, path in keys])
-        )
+        carried = torch.from_numpy(np.stack([previous[prompt, root, path[:-1]] for prompt, root, path in keys]))
         assert torch.equal(at("hidden"), carried)
     else:
         fused = at("fused")
@@ -239,9 +237,7 @@ def test_features_are_the_target_hidden_states_that_speculators_means(
         ]  # layer id 4 of 4 layers: the output before the final norm
         for root in range(len(ids) - 1):
             for k, layer in enumerate(layers):
-                close(
-                    "feature", torch.tensor(table.site(f"target.hidden.{k}")[number, root, ()]), layer[root]
-                )
+                close("feature", torch.tensor(table.site(f"target.hidden.{k}")[number, root, ()]), layer[root])
             fused = torch.cat([layer[root] for layer in layers])
             close("fused", torch.tensor(table.site("fused")[number, root, ()]), fused)
 
@@ -268,10 +264,7 @@ def test_a_replayed_chain_equals_a_forward_of_its_own(variant: str, tmp_path: Pa
     trace = run(pair, tmp_path / "trace", target=None, replay=serve, features="serve")
     table = Table(trace)
     wanted = {
-        (n, root, path[:s])
-        for n, chains in CHAINS.items()
-        for root, path in chains
-        for s in range(1, len(path) + 1)
+        (n, root, path[:s]) for n, chains in CHAINS.items() for root, path in chains for s in range(1, len(path) + 1)
     }
     wanted |= {(n, root, ()) for n, ids in enumerate(PROMPTS) for root in range(len(ids) - 1)}
     assert set(table.site("logits")) == wanted
@@ -294,17 +287,13 @@ def test_a_replayed_chain_equals_a_forward_of_its_own(variant: str, tmp_path: Pa
         assert float((found - logits[-1][root]).abs().max()) < 2e-5
 
 
-def test_replayed_features_are_the_servers_bit_for_bit_and_their_floor_is_zero(
-    pair: Pair, tmp_path: Path
-) -> None:
+def test_replayed_features_are_the_servers_bit_for_bit_and_their_floor_is_zero(pair: Pair, tmp_path: Path) -> None:
     fused = features_of(pair, PROMPTS)
     serve = write_serve_trace(tmp_path / "serve", PROMPTS, CHAINS, fused=fused)
     trace = run(pair, tmp_path / "trace", target=None, replay=serve, features="serve")
     table = Table(trace)
     for n, rows in enumerate(fused):
-        assert np.array_equal(
-            table.stack("fused", 0)[[key[0] == n for key in sorted(table.site("fused"))]], rows
-        )
+        assert np.array_equal(table.stack("fused", 0)[[key[0] == n for key in sorted(table.site("fused"))]], rows)
     floors = trace.floors[trace.floors.step == 0].set_index("site")
     assert floors.loc["fused", "rho_max"] == 0
     assert 0 < floors.loc["fc.out", "rho_max"] < 1e-6
@@ -313,9 +302,7 @@ def test_replayed_features_are_the_servers_bit_for_bit_and_their_floor_is_zero(
     assert trace.manifest.target["path"] == "/served/target"
 
 
-def test_packing_changes_nothing_beyond_rounding(
-    pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_packing_changes_nothing_beyond_rounding(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     serve = write_serve_trace(tmp_path / "serve", PROMPTS, CHAINS, fused=features_of(pair, PROMPTS))
     packed = run(pair, tmp_path / "packed", target=None, replay=serve, features="serve")
     monkeypatch.setattr(session, "row_budget", lambda *_: 1)
@@ -332,9 +319,7 @@ def test_packing_changes_nothing_beyond_rounding(
 
 def test_rows_that_saw_another_branch_are_counted_and_not_replayed(pair: Pair, tmp_path: Path) -> None:
     crossed = [(0, 3, (7, 9)), (1, 2, (5, 6))]
-    serve = write_serve_trace(
-        tmp_path / "serve", PROMPTS, CHAINS, fused=features_of(pair, PROMPTS), crossed=crossed
-    )
+    serve = write_serve_trace(tmp_path / "serve", PROMPTS, CHAINS, fused=features_of(pair, PROMPTS), crossed=crossed)
     trace = run(pair, tmp_path / "trace", target=None, replay=serve, features="serve")
     assert not {(0, 3, (7, 9)), (1, 2, (5, 6))} & set(Table(trace).site("logits"))
     assert trace.manifest.not_materialised[0]["rows"] == "2 rows of the replayed trace"
@@ -375,9 +360,7 @@ def test_floors_are_there_for_every_site_and_as_small_as_the_dtype(
     assert {data.dtype for site in trace.sites for data in trace.site_data(site)} == {dtype}
 
 
-def test_a_bfloat16_draft_is_recorded_as_bfloat16_with_its_exact_weights(
-    tmp_path: Path, prompts: Path
-) -> None:
+def test_a_bfloat16_draft_is_recorded_as_bfloat16_with_its_exact_weights(tmp_path: Path, prompts: Path) -> None:
     pair = write_pair(tmp_path, dtype=torch.bfloat16)
     trace = run(pair, tmp_path / "trace", prompts=prompts)
     assert trace.manifest.dtype == "bfloat16"
@@ -523,16 +506,12 @@ def write_training_data(
     for n, ids in enumerate(prompts):
         states = torch.randn(len(ids) + extra, layers + 1, HIDDEN, generator=draw)
         tokens = torch.tensor([*ids, *[1] * extra])
-        save_file(
-            {"hidden_states": states, "token_ids": tokens}, folder / f"hs_{len(prompts) - n}.safetensors"
-        )
+        save_file({"hidden_states": states, "token_ids": tokens}, folder / f"hs_{len(prompts) - n}.safetensors")
     return folder
 
 
 @pytest.mark.parametrize("extra", [0, 4])
-def test_stored_features_are_found_by_their_tokens(
-    extra: int, pair: Pair, tmp_path: Path, prompts: Path
-) -> None:
+def test_stored_features_are_found_by_their_tokens(extra: int, pair: Pair, tmp_path: Path, prompts: Path) -> None:
     folder = write_training_data(tmp_path / "data" / "hidden_states", PROMPTS, extra=extra)
     trace = run(pair, tmp_path / "trace", target=None, prompts=prompts, features=str(folder.parent))
     table = Table(trace).site("fused")
@@ -553,9 +532,7 @@ def lose(pair: Pair, folder: Path, *names: str) -> Pair:
     return Pair(pair.target, folder)
 
 
-def test_embedding_and_head_that_are_not_stored_come_from_the_target(
-    pair: Pair, tmp_path: Path, prompts: Path
-) -> None:
+def test_embedding_and_head_that_are_not_stored_come_from_the_target(pair: Pair, tmp_path: Path, prompts: Path) -> None:
     lacking = lose(pair, tmp_path / "draft", "embed_tokens.weight", "lm_head.weight")
     trace = run(lacking, tmp_path / "trace", prompts=prompts)
     assert trace.manifest.draft["missing_keys"] == ["embed_tokens.weight", "lm_head.weight"]
@@ -569,9 +546,7 @@ def test_embedding_and_head_that_are_not_stored_come_from_the_target(
 
 
 def test_a_layer_weight_that_is_not_stored_is_a_warning(pair: Pair, tmp_path: Path, prompts: Path) -> None:
-    trace = run(
-        lose(pair, tmp_path / "draft", "layers.0.hidden_norm.weight"), tmp_path / "trace", prompts=prompts
-    )
+    trace = run(lose(pair, tmp_path / "draft", "layers.0.hidden_norm.weight"), tmp_path / "trace", prompts=prompts)
     assert any("layers.0.hidden_norm.weight" in warning for warning in trace.manifest.warnings)
     assert not trace.params.set_index("name").loc["layers.0.hidden_norm.weight", "in_checkpoint"]
 
@@ -617,9 +592,7 @@ def _replayed(**options: Any) -> Callable[[Pair, Path], dict[str, Any]]:
         if "width" in options:
             fused = [rows[:, : options["width"]] for rows in fused]
         kept = {name: value for name, value in options.items() if name != "width"}
-        serve = write_serve_trace(
-            folder, PROMPTS, {}, fused=None if kept.pop("bare", False) else fused, **kept
-        )
+        serve = write_serve_trace(folder, PROMPTS, {}, fused=None if kept.pop("bare", False) else fused, **kept)
         return {"prompts": None, "replay": serve, "features": "serve", "target": None}
 
     return given

@@ -1,8 +1,8 @@
 """Faults inside a running SGLang, for tests: one engine, and the fault of the moment is read from a file.
 
 `sitecustomize` (in `engine_site`) calls `hook_plugin` in every process of the server. The wrapped entry point of the
-plugin hangs `install` behind the load of the draft worker. Every patched module asks `current` on each call, so that one server can
-be recorded with many faults; without a name in the file it computes as ever.
+plugin hangs `install` behind the load of the draft worker. Every patched module asks `current` on each call, so that
+one server can be recorded with many faults; without a name in the file it computes as ever.
 """
 
 from __future__ import annotations

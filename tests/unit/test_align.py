@@ -70,14 +70,7 @@ def test_a_row_of_another_branch_is_skipped_on_both_sides() -> None:
 
 def test_large_ids_are_packed_without_confusion() -> None:
     big = np.iinfo(np.int32).max
-    keys = [
-        (p, r, (t, u, v))
-        for p in (0, big)
-        for r in (0, big)
-        for t in (0, big)
-        for u in (0, big)
-        for v in (1, big)
-    ]
+    keys = [(p, r, (t, u, v)) for p in (0, big) for r in (0, big) for t in (0, big) for u in (0, big) for v in (1, big)]
     train, serve = rows(keys), rows(keys[::-1])
     assert matched(train, serve) == [(i, len(keys) - 1 - i) for i in range(len(keys))]
 

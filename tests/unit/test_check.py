@@ -55,9 +55,7 @@ def test_what_cannot_be_known_is_skipped_and_not_passed(healthy: Folders) -> Non
 
 @pytest.mark.parametrize("shards", [1, 3])
 @pytest.mark.parametrize("prefix", ["layers.0.", "midlayer.", "model.layers.0."])
-def test_names_that_the_engine_accepts_pass(
-    healthy: Folders, tmp_path: Path, prefix: str, shards: int
-) -> None:
+def test_names_that_the_engine_accepts_pass(healthy: Folders, tmp_path: Path, prefix: str, shards: int) -> None:
     tensors = {name.replace("layers.0.", prefix): value for name, value in make.draft_tensors().items()}
     draft = make.write_checkpoint(tmp_path, flat_config(healthy), tensors, shards)
     result = check(draft, target=healthy.target, reference=healthy.draft)

@@ -129,16 +129,12 @@ def test_planted_fault_of_a_flat_config_is_exactly_that_finding(
     assert fix in finding.fix
 
 
-def test_absent_layer_ids_are_right_only_if_training_took_the_default(
-    healthy: Folders, tmp_path: Path
-) -> None:
+def test_absent_layer_ids_are_right_only_if_training_took_the_default(healthy: Folders, tmp_path: Path) -> None:
     config = flat_config(healthy)
     del config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
     draft = make.write_checkpoint(tmp_path / "draft", config, make.draft_tensors())
     assert "guesses" in only(check(draft), "layer-ids", Status.WARN).evidence
-    assert (
-        troubles(check(draft, target=healthy.target, reference=healthy.draft)) == {}
-    )  # [2, 15, 27] of 30 layers
+    assert troubles(check(draft, target=healthy.target, reference=healthy.draft)) == {}  # [2, 15, 27] of 30 layers
     other = make.speculators_config() | {"eagle_aux_hidden_state_layer_ids": [4, 10, 20]}
     trained = make.write_checkpoint(tmp_path / "trained", other, make.draft_tensors())
     finding = only(check(draft, target=healthy.target, reference=trained), "layer-ids")
@@ -146,9 +142,7 @@ def test_absent_layer_ids_are_right_only_if_training_took_the_default(
     assert "[3, 9, 19]" in finding.fix
 
 
-def test_ids_copied_unshifted_look_suspicious_even_without_a_reference(
-    healthy: Folders, tmp_path: Path
-) -> None:
+def test_ids_copied_unshifted_look_suspicious_even_without_a_reference(healthy: Folders, tmp_path: Path) -> None:
     config = flat_config(healthy)
     config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] = [2, 15, 27]
     draft = make.write_checkpoint(tmp_path, config, make.draft_tensors())
@@ -223,9 +217,7 @@ def test_norms_before_fc_that_are_trained_stored_and_served_pass(tmp_path: Path)
         ("fc_norm", [f"fc_norm.{k}.weight" for k in range(3)], make.HIDDEN),
         ("norm_before_fc", ["input_norm.weight"], 3 * make.HIDDEN),
     ):
-        tensors = make.draft_tensors() | {
-            name: np.linspace(0.5, 1.5, width, dtype=np.float32) for name in names
-        }
+        tensors = make.draft_tensors() | {name: np.linspace(0.5, 1.5, width, dtype=np.float32) for name in names}
         config = make.speculators_config() | {flag: True}
         draft = make.write_checkpoint(tmp_path / flag, config, tensors)
         export(draft, tmp_path / f"{flag}-flat")

@@ -26,9 +26,7 @@ def small_row_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compare, "CHUNK_BYTES", 30 * 4 * WIDTH)
 
 
-def make(
-    path: Path, side: str, rows: Rows, values: np.ndarray, sizes: tuple[int, ...], *dtypes: type
-) -> Trace:
+def make(path: Path, side: str, rows: Rows, values: np.ndarray, sizes: tuple[int, ...], *dtypes: type) -> Trace:
     """A trace of one site, recorded in batches of changing size, its dtype changing from batch to batch."""
     path.mkdir()
     out = writer.TraceWriter(path, Manifest(side, "values", "test"))  # type: ignore[arg-type]
@@ -60,9 +58,7 @@ def data() -> Data:
     return (y * (1 + 0.01 * rng.standard_normal(y.shape))).astype(np.float32), y
 
 
-@pytest.mark.parametrize(
-    "dtypes", [(np.float32,), (np.float32, ml_dtypes.bfloat16)], ids=["one-dtype", "two-dtypes"]
-)
+@pytest.mark.parametrize("dtypes", [(np.float32,), (np.float32, ml_dtypes.bfloat16)], ids=["one-dtype", "two-dtypes"])
 def test_any_order_and_any_grouping_gives_the_same_numbers(
     tmp_path: Path, data: Data, dtypes: tuple[type, ...]
 ) -> None:
@@ -121,8 +117,6 @@ def test_the_cache_is_as_large_as_the_order_needs(tmp_path: Path, data: Data) ->
     side = trace.site_data("embed")
     largest = max(group.rows for group in side[0].groups) * 4 * WIDTH
     in_order = compare._cache_for(side, np.arange(COUNT)) - compare.TRAIN_CACHE_BYTES
-    shuffled = (
-        compare._cache_for(side, np.random.default_rng(0).permutation(COUNT)) - compare.TRAIN_CACHE_BYTES
-    )
+    shuffled = compare._cache_for(side, np.random.default_rng(0).permutation(COUNT)) - compare.TRAIN_CACHE_BYTES
     assert in_order == 2 * largest
     assert 0.9 * 2 * y.nbytes < shuffled <= 2 * y.nbytes

@@ -155,9 +155,7 @@ RULES: list[dict[str, Any]] = [
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("lengths", [[7], [1, 4, 9], [200, 3, 5, 90]])
-def test_decode_attends_to_the_tokens_of_the_request(
-    lengths: list[int], rule: dict[str, Any], dtype: Any
-) -> None:
+def test_decode_attends_to_the_tokens_of_the_request(lengths: list[int], rule: dict[str, Any], dtype: Any) -> None:
     batch = Batch(lengths, dtype=dtype)
     q = batch.query(len(lengths))
     window = rule.get("window", 0)
@@ -202,9 +200,7 @@ def test_extend_sees_the_prefix_and_the_new_rows_before_it(
     batch = Batch([7, 30, 4], dtype=dtype)
     q = batch.query(sum(extends))
     want = reference_extend(batch, q, extends, **rule)
-    torch.testing.assert_close(
-        extend(batch, q, extends, **rule).double(), want, rtol=0, atol=TOLERANCE[dtype]
-    )
+    torch.testing.assert_close(extend(batch, q, extends, **rule).double(), want, rtol=0, atol=TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("rule", [{}, {"window": 4}])
@@ -237,9 +233,7 @@ def test_a_request_gets_the_same_result_alone_and_among_eight(dtype: Any) -> Non
         # Rounding of the result, and in float32 that of the sums as well.
         units = 1 if dtype == torch.bfloat16 else 4
         atol = units * torch.finfo(dtype).eps * together[request].abs().max().item()
-        torch.testing.assert_close(
-            decode(alone, q[request : request + 1])[0], together[request], rtol=0, atol=atol
-        )
+        torch.testing.assert_close(decode(alone, q[request : request + 1])[0], together[request], rtol=0, atol=atol)
 
 
 def test_an_empty_batch_is_no_work() -> None:
@@ -340,9 +334,7 @@ def test_draft_slots_follow_the_last_token_and_branches_read_their_own(topk: int
     assert branches.dtype == pool.dtype
     for request, length in enumerate(lengths.tolist()):
         for branch in range(topk):
-            want = (
-                pool[rows[request], :length].tolist() + drafts[request][branch * steps : (branch + 1) * steps]
-            )
+            want = pool[rows[request], :length].tolist() + drafts[request][branch * steps : (branch + 1) * steps]
             got = branches[request * topk + branch]
             assert got[: length + steps].tolist() == want
             assert not got[length + steps :].any()
@@ -456,9 +448,7 @@ def build(
     return built
 
 
-@pytest.mark.parametrize(
-    ("topk", "steps", "nodes"), [(1, 3, 4), (4, 3, 8), (4, 1, 3), (2, 5, 12), (8, 2, 20)]
-)
+@pytest.mark.parametrize(("topk", "steps", "nodes"), [(1, 3, 4), (4, 3, 8), (4, 1, 3), (2, 5, 12), (8, 2, 20)])
 def test_a_tree_is_linked_as_its_parents_say(topk: int, steps: int, nodes: int) -> None:
     lengths = [3, 50, 11]
     drawn = [random_candidates(topk, steps, nodes - 1) for _ in lengths]
@@ -590,9 +580,7 @@ def test_top_p_keeps_the_fewest_words_that_reach_it() -> None:
     torch.testing.assert_close(got, torch.tensor([[0, 4 / 7, 3 / 7, 0], [0, 1, 0, 0], [0.1, 0.4, 0.3, 0.2]]))
 
 
-def texts(
-    sample: Any, tree: Tree, target: Tensor, draft: Tensor | None, longest: int, draws: int = 10_000
-) -> Tensor:
+def texts(sample: Any, tree: Tree, target: Tensor, draft: Tensor | None, longest: int, draws: int = 10_000) -> Tensor:
     """Verifies ``draws`` copies of one tree at once; returns the first token committed by each."""
     nodes, words = target.shape
     out = outputs(draws, nodes, longest)
@@ -629,9 +617,7 @@ def test_tree_sampling_draws_from_the_target() -> None:
     target = torch.tensor([[0.05, 0.35, 0.2, 0.0, 0.4], [0.2] * 5, [0.2] * 5, [0.2] * 5])
     # Token 3 is drafted though the target never says it.
     tree = Tree(parents=[-1, 0, 0, 0], tokens=[0, 3, 1, 2])
-    assert_distributed(
-        texts(sampling.tree_speculative_sampling_target_only, tree, target, None, 2), target[0]
-    )
+    assert_distributed(texts(sampling.tree_speculative_sampling_target_only, tree, target, None, 2), target[0])
 
 
 def test_rejection_sampling_draws_from_the_target_whatever_the_draft() -> None:
@@ -670,9 +656,7 @@ def test_verification_in_blocks_is_refused() -> None:
         "draft_probs": torch.full((1, 1, 4), 0.25),
     }
     with pytest.raises(NotImplementedError, match="no block verification"):
-        sampling.chain_speculative_sampling(
-            **outputs(1, 2, 2), **links([chain]), **rest, block_verification=True
-        )
+        sampling.chain_speculative_sampling(**outputs(1, 2, 2), **links([chain]), **rest, block_verification=True)
     with pytest.raises(NotImplementedError, match="leave both at 1"):
         sampling.chain_speculative_sampling(**outputs(1, 2, 2), **links([chain]), **rest, threshold_acc=0.5)
 

@@ -42,10 +42,7 @@ def test_all_shipped_files_together_stay_under_4_mb() -> None:
 def test_no_file_names_a_machine_path() -> None:
     texts = [p for p in shipped_files() if p.suffix != ".safetensors"]
     assert [p.name for p in texts if re.search(r'"/\w', p.read_text("utf-8"))] == []
-    assert (
-        read_json(DRAFT / "config.json")["speculators_config"]["verifier"]["name_or_path"]
-        == build.VERIFIER_NAME
-    )
+    assert read_json(DRAFT / "config.json")["speculators_config"]["verifier"]["name_or_path"] == build.VERIFIER_NAME
 
 
 def test_weights_are_bfloat16_and_untied_in_the_draft() -> None:
@@ -73,9 +70,7 @@ def test_t2d_marks_exactly_the_ids_that_d2t_reaches(vocabulary: tuple[np.ndarray
     assert np.flatnonzero(t2d).tolist() == (d2t + np.arange(len(d2t))).tolist()
 
 
-@pytest.mark.parametrize(
-    "text", ["", "The class statement", "a\n\n\tb  c", "naïve café – 日本語 🙂", "<|eos|>x"]
-)
+@pytest.mark.parametrize("text", ["", "The class statement", "a\n\n\tb  c", "naïve café – 日本語 🙂", "<|eos|>x"])
 def test_decoding_an_encoded_text_gives_the_text_back(text: str) -> None:
     tokenizers = pytest.importorskip("tokenizers")
     tokenizer = tokenizers.Tokenizer.from_file(str(TARGET / "tokenizer.json"))

@@ -128,9 +128,7 @@ def test_a_fault_is_named_where_it_is_planted_at_later_steps(
     assert [(one.site, one.step) for one in result.frontier] == [(site, step)]
 
 
-def test_a_carry_that_is_wrong_at_step_0_is_named_although_step_0_is_fine(
-    healthy_train: Trace, write: Any
-) -> None:
+def test_a_carry_that_is_wrong_at_step_0_is_named_although_step_0_is_fine(healthy_train: Trace, write: Any) -> None:
     def normed(site: str, step: int, rows: Rows, values: F64) -> F64:
         return values / np.sqrt((values**2).mean(axis=1, keepdims=True)) if site == "carry" else values
 
@@ -145,9 +143,7 @@ def test_a_carry_that_is_wrong_at_step_0_is_named_although_step_0_is_fine(
 def test_a_single_wrong_row_is_caught(site: str, healthy_train: Trace, write: Any) -> None:
     def one_row(rows: Rows, values: F64) -> F64:
         values = values.copy()
-        values[(rows.prompt_id == 1) & (rows.root == 9)] *= (
-            1 - 1e-3 * np.arange(values.shape[1]) / values.shape[1]
-        )
+        values[(rows.prompt_id == 1) & (rows.root == 9)] *= 1 - 1e-3 * np.arange(values.shape[1]) / values.shape[1]
         return values
 
     result = diff(healthy_train, write("serve", fault=only(site, 0, one_row)))
@@ -186,8 +182,7 @@ def test_a_nan_is_named_with_its_count(side: str, write: Any) -> None:
         return values
 
     made = {
-        one: write(one, fault=only("layer.0.mlp.up", 0, nan) if one == side else None)
-        for one in ("train", "serve")
+        one: write(one, fault=only("layer.0.mlp.up", 0, nan) if one == side else None) for one in ("train", "serve")
     }
     result = diff(made["train"], made["serve"])
     assert first(result) == ("layer.0.mlp.up", 0, "nonfinite")
@@ -198,9 +193,7 @@ def test_a_nan_is_named_with_its_count(side: str, write: Any) -> None:
 
 
 @pytest.mark.parametrize("site", value_sites()[::3])
-def test_a_scale_error_of_4_5_percent_is_caught_in_bfloat16_too(
-    site: str, bfloat16_train: Trace, write: Any
-) -> None:
+def test_a_scale_error_of_4_5_percent_is_caught_in_bfloat16_too(site: str, bfloat16_train: Trace, write: Any) -> None:
     fault = only(site, 0, lambda _, values: values * 1.045)
     assert first(diff(bfloat16_train, write("serve", dtype="bfloat16", noise_seed=8, fault=fault))) == (
         site,

@@ -74,17 +74,13 @@ def test_shape_comes_before_numbers_of_earlier_sites(write: Any) -> None:
     def fault(site: str, step: int, rows: Rows, values: F64) -> F64:
         if site == "layer.0.mlp.act":
             return values
-        return (
-            values[:, : DRAFT_VOCAB // 2] if site == "logits" else values * (1.1 if site == "embed" else 1.0)
-        )
+        return values[:, : DRAFT_VOCAB // 2] if site == "logits" else values * (1.1 if site == "embed" else 1.0)
 
     assert first(diff(write("train"), write("serve", fault=fault))) == ("logits", 0, "shape")
 
 
 @pytest.mark.parametrize("side", ["train", "serve"])
-def test_a_site_on_one_side_only_is_a_divergence_unless_the_manifest_excuses_it(
-    side: str, write: Any
-) -> None:
+def test_a_site_on_one_side_only_is_a_divergence_unless_the_manifest_excuses_it(side: str, write: Any) -> None:
     site = "layer.0.mlp.gate"
     other = {"train": "serve", "serve": "train"}[side]
     made = {side: write(side, without=(site,)), other: write(other)}
@@ -115,16 +111,12 @@ def test_topk_that_one_level_keeps_and_the_other_does_not_is_no_divergence(write
 # ---------------------------------------------------------------------------------------------------
 
 
-def changed_tokens(
-    prompts: list[Prompt], change: Callable[[tuple[int, ...]], tuple[int, ...]]
-) -> list[Prompt]:
+def changed_tokens(prompts: list[Prompt], change: Callable[[tuple[int, ...]], tuple[int, ...]]) -> list[Prompt]:
     return [replace(prompt, tokens=change(prompt.tokens)) for prompt in prompts]
 
 
 def test_a_bos_in_front_is_a_token_divergence_with_both_ids(write: Any) -> None:
-    with_bos = [
-        replace(prompt, tokens=(77, *prompt.tokens), length=prompt.length + 1, chains=()) for prompt in CHAINS
-    ]
+    with_bos = [replace(prompt, tokens=(77, *prompt.tokens), length=prompt.length + 1, chains=()) for prompt in CHAINS]
     result = diff(write("train", with_bos), write("serve"))
     assert first(result) == ("token", 0, "tokens")
     found = result.first_divergence
@@ -213,9 +205,7 @@ def test_flips_of_a_tie_are_benign(write: Any) -> None:
     assert "tie-flips" in [note.name for note in result.benign]
 
 
-def test_flips_beyond_what_the_logits_allow_are_a_divergence(
-    write: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_flips_beyond_what_the_logits_allow_are_a_divergence(write: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     train = write("train")
     import tests.support.synthetic as synthetic
 

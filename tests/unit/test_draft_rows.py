@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+
 from eagle_trace_sglang.draft_rows import DraftCall, RowTracker, tree_parents
 
 

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+
 from eagle_trace.errors import CheckpointError, OutputExistsError
 from eagle_trace_analysis.checkpoint.export import export
 from tests.support.pairs import DRAFT, TARGET

@@ -25,9 +25,7 @@ def results(*nodes: tuple[str, int], kind: Any = "values") -> dict[tuple[str, in
 
 @settings(max_examples=200, deadline=None)
 @given(
-    st.dictionaries(
-        st.sampled_from(NODES), st.sampled_from(["shape", "presence", "values", "nonfinite"]), min_size=1
-    )
+    st.dictionaries(st.sampled_from(NODES), st.sampled_from(["shape", "presence", "values", "nonfinite"]), min_size=1)
 )
 def test_some_divergence_is_always_the_first(kinds: dict[tuple[str, int], str]) -> None:
     found: dict[tuple[str, int], SiteResult] = {}

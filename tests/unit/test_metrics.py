@@ -18,9 +18,7 @@ from eagle_trace_analysis.metrics import (
 )
 
 
-def accumulate(
-    x: np.ndarray, y: np.ndarray, *, logits: bool = False, split: int | None = None
-) -> Accumulator:
+def accumulate(x: np.ndarray, y: np.ndarray, *, logits: bool = False, split: int | None = None) -> Accumulator:
     total = Accumulator(y.shape[1], len(y), logits=logits)
     for start in range(0, len(y), split or len(y)):
         stop = start + (split or len(y))
@@ -28,9 +26,7 @@ def accumulate(
     return total
 
 
-def pair(
-    rows: int = 40, width: int = 96, error: float = 1e-3, seed: int = 0
-) -> tuple[np.ndarray, np.ndarray]:
+def pair(rows: int = 40, width: int = 96, error: float = 1e-3, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
     rng = np.random.default_rng(seed)
     y = rng.standard_normal((rows, width)).astype(np.float32)
     return (y * (1 + error * rng.standard_normal((rows, width)))).astype(np.float32), y
@@ -150,8 +146,7 @@ def test_logit_metrics_are_those_of_the_softmax() -> None:
     x = (y + rng.standard_normal((20, 50))).astype(np.float32)
     found = logit_metrics(x, y)
     p, q = (
-        np.exp(side.astype(np.float64)) / np.exp(side.astype(np.float64)).sum(axis=1, keepdims=True)
-        for side in (y, x)
+        np.exp(side.astype(np.float64)) / np.exp(side.astype(np.float64)).sum(axis=1, keepdims=True) for side in (y, x)
     )
     assert np.allclose(found.kl, (p * np.log(p / q)).sum(axis=1), atol=2e-6)
     assert np.allclose(found.tv, 0.5 * np.abs(p - q).sum(axis=1), atol=2e-6)

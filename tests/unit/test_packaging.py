@@ -87,6 +87,7 @@ def test_recording_without_its_host_says_what_to_install(mode: str, tmp_path: Pa
 
 
 def test_help_loads_nothing_heavy() -> None:
-    code = "import sys; import eagle_trace.cli.main; print([m for m in ('pyarrow', 'pandas', 'numpy', 'torch') if m in sys.modules])"
+    heavy = ("pyarrow", "pandas", "numpy", "torch")
+    code = f"import sys; import eagle_trace.cli.main; print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True)
     assert done.stdout.strip() == "[]"

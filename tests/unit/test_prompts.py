@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+
 from eagle_trace.errors import PromptsError
 from eagle_trace.prompts import Prompt, read_prompts, tokenize
 

@@ -63,13 +63,10 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Diff]:
         right = write_trace(folder / f"{name}-serve.trace", Side("serve", **serve), PROMPTS, rounds=[ROUND])
         made[name] = diff(left, right)
     others = [
-        replace(prompt, key=f"a-prompt-with-a-very-long-key-that-goes-on-and-on-{prompt.key}")
-        for prompt in PROMPTS
+        replace(prompt, key=f"a-prompt-with-a-very-long-key-that-goes-on-and-on-{prompt.key}") for prompt in PROMPTS
     ]
     left = write_trace(folder / "incomparable-train.trace", Side("train"), others)
-    made["incomparable"] = diff(
-        left, write_trace(folder / "incomparable-serve.trace", Side("serve"), PROMPTS)
-    )
+    made["incomparable"] = diff(left, write_trace(folder / "incomparable-serve.trace", Side("serve"), PROMPTS))
     tokens = [replace(prompt, tokens=(3, *prompt.tokens[1:])) for prompt in others]
     made["tokens"] = diff(left, write_trace(folder / "tokens-serve.trace", Side("serve"), tokens))
     return made
@@ -152,9 +149,7 @@ def problems(value: Any, rule: dict[str, Any], root: dict[str, Any], where: str 
     if "enum" in rule:
         return [] if value in rule["enum"] else [f"{where}: {value!r} is none of {rule['enum']}"]
     types = rule["type"] if isinstance(rule["type"], list) else [rule["type"]]
-    fits = any(
-        isinstance(value, TYPES[one]) and not (isinstance(value, bool) and one != "boolean") for one in types
-    )
+    fits = any(isinstance(value, TYPES[one]) and not (isinstance(value, bool) and one != "boolean") for one in types)
     if not fits:
         return [f"{where}: {value!r} is no {types}"]
     found = []

@@ -22,13 +22,9 @@ SITES = draft_sites()
 WIDTHS = {site.name: 64 for site in SITES}
 
 
-def floor(
-    site: str, step: int = 0, dtype: str = "float32", size: float = 1e-5, **changes: Any
-) -> dict[str, Any]:
+def floor(site: str, step: int = 0, dtype: str = "float32", size: float = 1e-5, **changes: Any) -> dict[str, Any]:
     names = [f"{kind}_{what}" for kind in ("rho", "channel") for what in ("median", "p99", "max")]
-    row = {"site": site, "step": step, "dtype": dtype, "reference": "float64", "rows": 100} | dict.fromkeys(
-        names, size
-    )
+    row = {"site": site, "step": step, "dtype": dtype, "reference": "float64", "rows": 100} | dict.fromkeys(names, size)
     return row | changes
 
 
@@ -124,9 +120,7 @@ def test_the_lower_precision_of_the_two_sides_decides(tolerances: Any) -> None:
 
 def test_features_computed_apart_are_allowed_to_drift_unless_that_was_measured(tolerances: Any) -> None:
     shared, apart = tolerances("bfloat16"), tolerances("bfloat16", features="compute")
-    measured = tolerances(
-        "bfloat16", features="compute", floors=(floor("target.hidden.0", dtype="bfloat16"),)
-    )
+    measured = tolerances("bfloat16", features="compute", floors=(floor("target.hidden.0", dtype="bfloat16"),))
     allowed = [one.of("target.hidden.0", 0).allowed["rho_median"] for one in (shared, apart, measured)]
     assert allowed[0] == allowed[2] < allowed[1] < 0.5
     # one layer off is a difference of 0.9 % at the very least: float32 still sees it
@@ -135,9 +129,7 @@ def test_features_computed_apart_are_allowed_to_drift_unless_that_was_measured(t
 
 def test_each_statistic_is_judged_by_its_own_floor(tolerances: Any) -> None:
     tolerance = tolerances(floors=(floor("fc.out"),)).of("fc.out", 0)
-    good = Metrics(
-        50, 1e-6, 1e-6, 1e-6, 0, 0, "values", channel_median=1e-6, channel_p99=1e-6, channel_max=1.0
-    )
+    good = Metrics(50, 1e-6, 1e-6, 1e-6, 0, 0, "values", channel_median=1e-6, channel_p99=1e-6, channel_max=1.0)
     assert tolerance.exceeded(good) == []
     for name in ("rho_median", "rho_max", "channel_median"):
         assert tolerance.exceeded(replace(good, **{name: 1e-2})) == [name]

@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 import pyarrow.dataset as ds
 import pytest
+
 from eagle_trace import open_trace
 from eagle_trace.capture import Rows, row_statistics
 from eagle_trace.errors import (
@@ -100,9 +101,7 @@ def test_frame_has_keys_statistics_and_values(tmp_path: Path) -> None:
 
 
 def test_plain_pandas_and_a_hive_dataset_read_a_trace(tmp_path: Path) -> None:
-    path = write_trace(
-        tmp_path / "t", {"embed": np.ones((4, 2), np.float32), "norm": np.ones((4, 3), np.float32)}
-    )
+    path = write_trace(tmp_path / "t", {"embed": np.ones((4, 2), np.float32), "norm": np.ones((4, 3), np.float32)})
     assert len(pd.read_parquet(path / "rows.parquet")) == 8
     table = ds.dataset(path / "values", partitioning="hive").to_table(
         filter=ds.field("site") == "norm", columns=["root", "norm"]
@@ -171,9 +170,7 @@ def test_an_unsealed_trace_is_refused_but_can_be_read_in_part(tmp_path: Path) ->
     assert open_trace(tmp_path / "t", allow_partial=True).side == "serve"
 
 
-def test_disk_errors_fail_the_recording_and_not_the_host(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_disk_errors_fail_the_recording_and_not_the_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import pyarrow.parquet as pq
 
     def full(*_: object, **__: object) -> None:
@@ -240,9 +237,7 @@ def test_a_file_altered_without_changing_its_size_is_noticed_on_reading(tmp_path
 
 
 def test_a_damaged_trace_can_be_read_in_part(tmp_path: Path) -> None:
-    path = write_trace(
-        tmp_path / "t", {"embed": np.ones((4, 2), np.float32), "norm": np.ones((4, 2), np.float32)}
-    )
+    path = write_trace(tmp_path / "t", {"embed": np.ones((4, 2), np.float32), "norm": np.ones((4, 2), np.float32)})
     (path / "values/site=embed/rank0-00000.parquet").write_bytes(b"PAR1")
     trace = open_trace(path, allow_partial=True)
     assert trace.sites == ["norm"]

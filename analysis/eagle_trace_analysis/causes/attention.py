@@ -82,7 +82,8 @@ def fit_window(replay: Replay, node: Replayed) -> int | None:
     def error(window: int) -> float:
         if window not in errors:
             view.window = window
-            got, done = attend(q.values[found.rows[worst]], keys, view, replay.form)
+            queries = q.values[found.rows[worst]].astype(replay.recorded.dtype)
+            got, done = attend(queries, keys, view, replay.form)
             off = got[done] - found.recorded[worst][done]
             errors[window] = float((off * off).sum()) if done.any() else float("inf")
         return errors[window]

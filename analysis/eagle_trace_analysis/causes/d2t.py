@@ -68,6 +68,8 @@ def _trained_offsets(context: Context) -> Int | None:
 
 def _start(context: Context) -> tuple[_Map, Outcome | None]:
     found = _Map(context)
+    if (other := context.other_algorithm) is not None:
+        return found, ruled_out(f"the server ran {other}, which uses no d2t: see single-layer-features")
     sizes = [
         max((width for width, _ in trace.shapes.get("logits", ())), default=0)
         for trace in (context.train, context.serve)

@@ -20,8 +20,8 @@ Written by `python -m eagle_trace_analysis.causes.document docs/causes.md`; do n
 - **ruled out**: looked at and innocent, with the numbers. Leave it alone.
 - **not tested**: something was lacking; the report says what would test it.
 
-Recomputing needs traces with values, the trained checkpoint, and the config in the train trace. The folders are those of
-the manifests, or of `--train-draft`, `--serve-draft` and `--target`.
+Recomputing needs traces with values, the trained checkpoint, and the config in the train trace. The folders are those
+of the manifests, or of `--train-draft`, `--serve-draft` and `--target`.
 
 What is faulty and explained by none of these is listed as *not explained*, so that an unknown cause is not taken for
 a known one. Two traces cannot show what both sides do wrong alike.

@@ -56,6 +56,8 @@ def check_single(context: Context) -> Outcome:
         layers = _target_layers(context)
         number, error, _ = near
         evidence += f"; the layer fed is nearest to {layer_words(number, layers)} (channel error {error:.1e})"
+    if context.other_algorithm is not None:
+        evidence += f"; with {context.other_algorithm} it also takes the target's head and uses no d2t"
     return confirmed(evidence, _single_fix(context), "fused")
 
 
@@ -65,9 +67,8 @@ def _single_fix(context: Context) -> str:
         return found.fix
     if context.served and not engine.uses_aux_hidden_state(context.served):
         return "set eagle_config.use_aux_hidden_state to true in the deployed config"
-    algorithm = str(context.serve.manifest.settings.get("algorithm", ""))
-    if algorithm and algorithm.upper() != "EAGLE3":
-        return f"serve with --speculative-algorithm EAGLE3 (it was {algorithm})"
+    if context.other_algorithm is not None:
+        return f"serve with --speculative-algorithm EAGLE3 (it was {context.other_algorithm})"
     return (
         "the target's class captured no auxiliary states: set eagle_config.use_aux_hidden_state to true, serve with "
         "--speculative-algorithm EAGLE3, and use a target class that supports it"

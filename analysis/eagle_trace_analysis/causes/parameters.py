@@ -58,7 +58,9 @@ def not_loaded(context: Context) -> list[str]:
     """
     trained, served = context.params
     tied = bool(context.served.get("tie_word_embeddings"))
-    from_target = "draft_vocab_size" in context.served and context.served["draft_vocab_size"] is None
+    from_target = context.other_algorithm is not None or (
+        "draft_vocab_size" in context.served and context.served["draft_vocab_size"] is None
+    )
     names = []
     for name, row in trained.items():
         if name.startswith(ELSEWHERE) or (name == "lm_head.weight" and (tied or from_target)):
@@ -70,7 +72,7 @@ def not_loaded(context: Context) -> list[str]:
 
 
 def dropped_for(context: Context, name: str) -> str | None:
-    """A stored tensor that the engine dropped and that `name` may be: same ending, same shape."""
+    """A stored tensor that was dropped and that `name` may be: same ending and shape, or the one of its shape."""
     dropped = [str(key) for key in context.serve.manifest.draft.get("dropped_keys", [])]
     stored = context.serve_draft.tensors if context.serve_draft else {}
     shape = list(context.params[0][name]["shape"])
@@ -84,7 +86,9 @@ def dropped_for(context: Context, name: str) -> str | None:
             continue
         if any(key.endswith(end) for end in ends[:-1]) or (len(ends) == 1 and key.endswith(name)):
             return key
-    return None
+    # no name to go by: the one dropped tensor of this very shape
+    alike = [key for key in dropped if key in stored and list(stored[key].shape) == shape]
+    return alike[0] if len(alike) == 1 and len(shape) > 1 else None
 
 
 def _shown(context: Context, names: list[str]) -> tuple[str, str] | None:

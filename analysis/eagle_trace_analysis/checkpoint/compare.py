@@ -18,9 +18,7 @@ def compare(new: Checkpoint, old: Checkpoint) -> list[TensorChange]:
     """All differences of `new` from `old`, by speculators' names; ``renamed`` is a change of name only."""
     ours = {engine.canonical_name(t.name): t for t in new.tensors.values()}
     theirs = {engine.canonical_name(t.name): t for t in old.tensors.values()}
-    changes = [
-        TensorChange(n, "gone", f"{_words(theirs[n])} is not in the draft") for n in theirs if n not in ours
-    ]
+    changes = [TensorChange(n, "gone", f"{_words(theirs[n])} is not in the draft") for n in theirs if n not in ours]
     for name, tensor in ours.items():
         other = theirs.get(name)
         if other is None:
@@ -30,9 +28,7 @@ def compare(new: Checkpoint, old: Checkpoint) -> list[TensorChange]:
         if change is not None:
             changes.append(change)
         elif tensor.name != other.name:
-            changes.append(
-                TensorChange(name, "renamed", f"{other.name} became {tensor.name}, with the same values")
-            )
+            changes.append(TensorChange(name, "renamed", f"{other.name} became {tensor.name}, with the same values"))
     return changes
 
 
@@ -44,11 +40,7 @@ def summarise(changes: list[TensorChange], compared: int) -> Finding:
     }
     words = ", ".join(f"{count} {kind}" for kind, count in counts.items() if count)
     # t2d is not used in serving, and a rename is judged by weight-names
-    harmless = {
-        c.name
-        for c in changes
-        if c.change == "renamed" or (c.name == "t2d" and c.change in ("gone", "added"))
-    }
+    harmless = {c.name for c in changes if c.change == "renamed" or (c.name == "t2d" and c.change in ("gone", "added"))}
     if not changes:
         return passed(NAME, "", f"all {compared} tensors equal the reference's")
     if len(harmless) == len(changes):
@@ -139,9 +131,7 @@ def _compare_values(name: str, new: StoredTensor, old: StoredTensor) -> TensorCh
         return (
             None
             if same_dtype
-            else TensorChange(
-                name, "dtype", f"{old.dtype} became {new.dtype}, every value the same", 0, new.size
-            )
+            else TensorChange(name, "dtype", f"{old.dtype} became {new.dtype}, every value the same", 0, new.size)
         )
     # the norm of the equal pieces is needed only now, and most tensors have no difference: read them again
     # then

@@ -129,9 +129,7 @@ def _judge(
                 f"compare with the speculators checkpoint (--reference); if these are ids: {REPAIR}",
             )
         return passed(NAME, "d2t-absolute", _innocent(d2t, scores, absolute))
-    others = (
-        f"{scores} As absolute ids: {absolute.figures()}. With arange added once more: {twice.figures()}."
-    )
+    others = f"{scores} As absolute ids: {absolute.figures()}. With arange added once more: {twice.figures()}."
     if absolute.fits and d2t.any():
         return failed(
             NAME,
@@ -183,9 +181,7 @@ def _innocent(d2t: NDArray[np.int64], scores: str, absolute: Reading) -> str:
     distinct = len(np.unique(d2t))
     text = f"d2t is fine: offsets, as the engine expects. {scores}"
     if zeros:
-        text += (
-            f" It begins with {zeros:,} zeros because the first {zeros:,} draft ids are the same target ids."
-        )
+        text += f" It begins with {zeros:,} zeros because the first {zeros:,} draft ids are the same target ids."
     if distinct < len(d2t):
         text += (
             f" It has {distinct:,} distinct value{'s' if distinct > 1 else ''}, and runs of one value are "

@@ -96,9 +96,7 @@ def fc_norm(config: Mapping[str, Any]) -> bool:
     return bool(config.get("fc_norm") or config.get("use_aux_norm", False))
 
 
-def captured_inputs(
-    config: Mapping[str, Any], layers: int | None, target_architecture: str | None
-) -> list[int] | None:
+def captured_inputs(config: Mapping[str, Any], layers: int | None, target_architecture: str | None) -> list[int] | None:
     """The target layers whose *input* the engine feeds the draft, or None if that is not to be known.
 
     The input of layer i is what Hugging Face calls `hidden_states[i]`.
@@ -120,9 +118,7 @@ def captured_inputs(
     return [i + 1 for i in ids]
 
 
-def ids_that_capture(
-    inputs: Sequence[int], layers: int | None, target_architecture: str | None
-) -> list[int] | None:
+def ids_that_capture(inputs: Sequence[int], layers: int | None, target_architecture: str | None) -> list[int] | None:
     """The layer ids that make the engine capture these inputs, written in a flat config; None if none do."""
     for ids in ([i - 1 for i in inputs], list(inputs)):
         config = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": ids}}

@@ -32,9 +32,7 @@ def read_speculators_config(draft: Path) -> dict[str, Any]:
     """
     config = read_config(draft)
     if "transformer_layer_config" not in config:
-        raise CheckpointError(
-            f"{draft} is not in speculators format: its config has no transformer_layer_config"
-        )
+        raise CheckpointError(f"{draft} is not in speculators format: its config has no transformer_layer_config")
     if config.get("speculators_model_type") != "eagle3":
         raise CheckpointError(f"{draft} is a {config.get('speculators_model_type')} speculator, not eagle3")
     return dict(config)
@@ -51,9 +49,7 @@ def what_sglang_cannot_compute(config: Mapping[str, Any]) -> list[str]:
     if config.get("embed_requires_grad"):
         reasons.append("the draft trained its own embedding: SGLang replaces it with the target's")
     if layer.get("model_type", "llama") != "llama":
-        reasons.append(
-            f"the decoder layer is {layer.get('model_type')}: SGLang's draft class computes llama layers"
-        )
+        reasons.append(f"the decoder layer is {layer.get('model_type')}: SGLang's draft class computes llama layers")
     if layer.get("attention_bias") or layer.get("mlp_bias"):
         reasons.append("the decoder layer has biases: SGLang's draft class loads none")
     if layer.get("hidden_act", "silu") != "silu":
@@ -71,9 +67,7 @@ def aux_layer_ids(config: Mapping[str, Any], target: Path | None) -> list[int]:
     if ids:
         return [int(i) for i in ids]
     if target is None:
-        raise CheckpointError(
-            "the draft's config names no layer ids: give --target, whose layers the default counts"
-        )
+        raise CheckpointError("the draft's config names no layer ids: give --target, whose layers the default counts")
     target_config = read_config(target)
     layers = int(target_config.get("text_config", target_config)["num_hidden_layers"])
     return [2, layers // 2, layers - 3]
@@ -98,12 +92,10 @@ def sglang_config(
     ids = ids_that_capture(layer_ids, layers, architecture)
     if ids is None:
         raise CheckpointError(
-            f"layer ids {layer_ids} cannot be said to SGLang: it counts layer outputs from 0 (so the embedding output has "
+            f"layer ids {layer_ids} cannot be said to SGLang: it counts layer outputs from 0 (the embedding output has "
             f"no id), and {architecture or 'the target class'} has no list for them; train with other layers"
         )
-    flat = {
-        key: value for key, value in config["transformer_layer_config"].items() if not key.startswith("_")
-    }
+    flat = {key: value for key, value in config["transformer_layer_config"].items() if not key.startswith("_")}
     flat |= {
         "architectures": [ARCHITECTURE],
         "model_type": "llama",

@@ -83,9 +83,7 @@ class StoredTensor:
             for place, index in enumerate(indices):
                 file.seek(self.start + int(index) * width)
                 if file.readinto(out[place].data) != width:
-                    raise CheckpointError(
-                        f"{self.file} ends inside the tensor {self.name}: the file is truncated"
-                    )
+                    raise CheckpointError(f"{self.file} ends inside the tensor {self.name}: the file is truncated")
         return out.view(self._numpy_dtype()).reshape(len(indices), *self.shape[1:])
 
     def pieces(self, elements: int | None = None) -> Iterator[NDArray[Any]]:
@@ -102,9 +100,7 @@ class StoredTensor:
                 while done < len(part):
                     got = file.readinto(part[done:].data)
                     if not got:
-                        raise CheckpointError(
-                            f"{self.file} ends inside the tensor {self.name}: the file is truncated"
-                        )
+                        raise CheckpointError(f"{self.file} ends inside the tensor {self.name}: the file is truncated")
                     done += got
                 left -= len(part)
                 yield part.view(dtype)
@@ -112,8 +108,7 @@ class StoredTensor:
     def _numpy_dtype(self) -> np.dtype[Any]:
         if self.dtype not in DTYPES:
             raise CheckpointError(
-                f"the tensor {self.name} in {self.file} is stored as {self.dtype}, which this command "
-                "cannot read"
+                f"the tensor {self.name} in {self.file} is stored as {self.dtype}, which this command cannot read"
             )
         return DTYPES[self.dtype]
 
@@ -193,9 +188,7 @@ def read_header(file: Path) -> list[StoredTensor]:
                 raise CheckpointError(f"{file} is truncated: {size} bytes are too few for a safetensors file")
             (length,) = struct.unpack("<Q", prefix)
             if length > MAX_HEADER_BYTES:
-                raise CheckpointError(
-                    f"{file} is no safetensors file: it claims a header of {length:,} bytes"
-                )
+                raise CheckpointError(f"{file} is no safetensors file: it claims a header of {length:,} bytes")
             if 8 + length > size:
                 raise CheckpointError(
                     f"{file} is truncated: its header alone takes {8 + length:,} bytes, the file has {size:,}"
@@ -207,11 +200,7 @@ def read_header(file: Path) -> list[StoredTensor]:
         raise CheckpointError(f"{file} is damaged: its safetensors header is not JSON") from error
     if not isinstance(header, dict):
         raise CheckpointError(f"{file} is damaged: its safetensors header is not a JSON object")
-    return [
-        _stored(file, name, entry, 8 + length, size)
-        for name, entry in header.items()
-        if name != "__metadata__"
-    ]
+    return [_stored(file, name, entry, 8 + length, size) for name, entry in header.items() if name != "__metadata__"]
 
 
 def _stored(file: Path, name: str, entry: Any, base: int, size: int) -> StoredTensor:
@@ -223,20 +212,15 @@ def _stored(file: Path, name: str, entry: Any, base: int, size: int) -> StoredTe
             f"{file} is damaged: the header entry of {name!r} is not dtype, shape and data_offsets"
         ) from error
     if not whole or begin > end:
-        raise CheckpointError(
-            f"{file} is damaged: shape or offsets of {name!r} are not whole numbers in order"
-        )
+        raise CheckpointError(f"{file} is damaged: shape or offsets of {name!r} are not whole numbers in order")
     if base + end > size:
-        raise CheckpointError(
-            f"{file} is truncated: {name!r} ends at byte {base + end:,}, the file has {size:,}"
-        )
+        raise CheckpointError(f"{file} is truncated: {name!r} ends at byte {base + end:,}, the file has {size:,}")
     elements = 1
     for axis in shape:
         elements *= axis
     if dtype in DTYPES and elements * DTYPES[dtype].itemsize != end - begin:
         raise CheckpointError(
-            f"{file} is damaged: {name!r} holds {end - begin:,} bytes, not what {list(shape)} of {dtype} "
-            "takes"
+            f"{file} is damaged: {name!r} holds {end - begin:,} bytes, not what {list(shape)} of {dtype} takes"
         )
     return StoredTensor(name, dtype, shape, file, base + begin, end - begin)
 

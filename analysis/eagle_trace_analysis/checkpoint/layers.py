@@ -95,8 +95,7 @@ def check_layer_ids(subject: Subject) -> Finding:
         return warned(
             name,
             DEFAULTED,
-            f"eagle_config names no layer ids{lost}: the engine guesses the inputs of layers 2, L/2 and "
-            f"L-3{guess}",
+            f"eagle_config names no layer ids{lost}: the engine guesses the inputs of layers 2, L/2 and L-3{guess}",
             "name the trained ids less one in eagle_config.eagle_aux_hidden_state_layer_ids, or pass "
             "--reference to compare",
         )
@@ -104,8 +103,7 @@ def check_layer_ids(subject: Subject) -> Finding:
         return skipped(
             name,
             SHIFTED,
-            f"ids {given}: whether they are the trained ones needs --reference, whether they look copied "
-            "--target",
+            f"ids {given}: whether they are the trained ones needs --reference, whether they look copied --target",
         )
     default = [2, subject.target.layers // 2, subject.target.layers - 3]
     if inputs == [i + 1 for i in default]:
@@ -139,18 +137,9 @@ def _cannot_capture(subject: Subject) -> Finding | None:
         return None
     layers = subject.target_layers
     last = (
-        None
-        if layers is None
-        else layers
-        if subject.target_architecture in engine.FINAL_STATE_TARGETS
-        else layers - 1
+        None if layers is None else layers if subject.target_architecture in engine.FINAL_STATE_TARGETS else layers - 1
     )
-    if (
-        not inputs
-        or min(inputs) < 0
-        or (last is not None and max(inputs) > last)
-        or len(set(inputs)) < len(inputs)
-    ):
+    if not inputs or min(inputs) < 0 or (last is not None and max(inputs) > last) or len(set(inputs)) < len(inputs):
         return failed(
             "layer-ids",
             SHIFTED,
@@ -216,9 +205,7 @@ def _against_training(subject: Subject, given: list[int] | None, inputs: list[in
         else "no list makes the engine capture these layers: retrain with others"
     )
     if inputs is None:
-        return warned(
-            name, DEFAULTED, f"eagle_config names no layer ids, the draft was trained on {trained}", fix
-        )
+        return warned(name, DEFAULTED, f"eagle_config names no layer ids, the draft was trained on {trained}", fix)
     if inputs == trained:
         how = f"ids {given} make" if given else "with no ids named, its guess makes"
         return passed(
@@ -232,8 +219,7 @@ def _against_training(subject: Subject, given: list[int] | None, inputs: list[in
         return failed(
             name,
             DEFAULTED,
-            f"eagle_config names no layer ids: the engine guesses {inputs}, the draft was trained on "
-            f"{trained}",
+            f"eagle_config names no layer ids: the engine guesses {inputs}, the draft was trained on {trained}",
             fix,
         )
     copied = " (copied as they are: speculators counts inputs, SGLang outputs)" if given == trained else ""

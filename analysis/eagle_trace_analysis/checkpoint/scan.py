@@ -94,9 +94,7 @@ def looks_initial(tensor: StoredTensor, spread: float) -> str | None:
     if len(tensor.shape) != 2 or tensor.size < LEAST_SAMPLE:
         return None
     rows = min(tensor.shape[0], SAMPLE_ROWS, max(SAMPLE_VALUES // tensor.shape[1], 1))
-    sample = as_float32(tensor.rows(np.linspace(0, tensor.shape[0] - 1, rows).astype(np.int64))).astype(
-        np.float64
-    )
+    sample = as_float32(tensor.rows(np.linspace(0, tensor.shape[0] - 1, rows).astype(np.int64))).astype(np.float64)
     if sample.size < LEAST_SAMPLE:
         return None
     deviation = float(sample.std())
@@ -115,9 +113,7 @@ def looks_initial(tensor: StoredTensor, spread: float) -> str | None:
     return None
 
 
-def _near(
-    sample: NDArray[np.float64], deviation: float, kurtosis: float, expected: float, tails: float
-) -> bool:
+def _near(sample: NDArray[np.float64], deviation: float, kurtosis: float, expected: float, tails: float) -> bool:
     rows, width = sample.shape
     # rounding to bfloat16 adds less than 1e-5 to these ratios
     spread_error = ((tails - 1) / (4 * sample.size)) ** 0.5 + 1e-5

@@ -39,9 +39,7 @@ def check_residual_norm(subject: Subject) -> Finding:
     name, cause = "residual-norm", "residual-norm"
     source = subject.trained if subject.trained is not None else subject.served
     if "norm_before_residual" not in source and subject.trained is None:
-        return skipped(
-            name, cause, f"no tensor shows whether it was trained with norm_before_residual; {ASK}"
-        )
+        return skipped(name, cause, f"no tensor shows whether it was trained with norm_before_residual; {ASK}")
     if source.get("norm_before_residual"):
         return failed(
             name,
@@ -104,9 +102,7 @@ def check_fc_norm(subject: Subject) -> Finding:
     return passed(
         name,
         cause,
-        f"{' and '.join(on)} is on, with its weights"
-        if on
-        else "no norm before fc, in training or in serving",
+        f"{' and '.join(on)} is on, with its weights" if on else "no norm before fc, in training or in serving",
     )
 
 
@@ -146,8 +142,7 @@ def check_decoder(subject: Subject) -> Finding:
     extra = [
         n
         for n in subject.tensors
-        if n.endswith((".q_norm.weight", ".k_norm.weight", ".bias"))
-        and n not in engine.parameters(subject.served)
+        if n.endswith((".q_norm.weight", ".k_norm.weight", ".bias")) and n not in engine.parameters(subject.served)
     ]
     if extra:
         problems.append(f"the engine drops {', '.join(extra[:4])}")
@@ -160,9 +155,7 @@ def check_decoder(subject: Subject) -> Finding:
             "; ".join(problems),
             "retrain with a llama layer (silu, no biases, no q/k norms)",
         )
-    return passed(
-        "decoder-layer", "weights-dropped", "a llama layer with silu and no biases, as the engine computes"
-    )
+    return passed("decoder-layer", "weights-dropped", "a llama layer with silu and no biases, as the engine computes")
 
 
 def check_rope(subject: Subject) -> Finding:
@@ -214,8 +207,7 @@ def check_max_position(subject: Subject) -> Finding:
         return warned(
             name,
             cause,
-            f"the draft has positions up to {served}, the target up to {theirs}: drafts collapse past "
-            f"{served}",
+            f"the draft has positions up to {served}, the target up to {theirs}: drafts collapse past {served}",
             f"raise max_position_embeddings to {theirs}, or keep requests shorter",
         )
     against = "the target's" if theirs is not None else "the training's" if subject.trained_layer else ""
@@ -273,13 +265,9 @@ def check_vocabulary(subject: Subject) -> Finding:
             f"set draft_vocab_size to {number}",
         )
     if head is not None and head.shape[0] != own:
-        return failed(
-            name, cause, f"draft_vocab_size is {own:,}{rows}", f"set draft_vocab_size to {head.shape[0]}"
-        )
+        return failed(name, cause, f"draft_vocab_size is {own:,}{rows}", f"set draft_vocab_size to {head.shape[0]}")
     if own > vocabulary:
-        return failed(
-            name, cause, f"draft_vocab_size {own:,} exceeds vocab_size {vocabulary:,}", "set both as trained"
-        )
+        return failed(name, cause, f"draft_vocab_size {own:,} exceeds vocab_size {vocabulary:,}", "set both as trained")
     if embedding is not None and embedding.shape[0] != vocabulary:
         return failed(
             name,

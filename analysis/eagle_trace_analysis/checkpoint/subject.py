@@ -47,9 +47,7 @@ class Target:
         found = [
             t
             for t in tensors
-            if t.name.endswith(ending)
-            and len(t.shape) == 2
-            and t.shape[0] >= int(self.config.get("vocab_size") or 2)
+            if t.name.endswith(ending) and len(t.shape) == 2 and t.shape[0] >= int(self.config.get("vocab_size") or 2)
         ]
         return found[0] if len(found) == 1 else None
 
@@ -61,9 +59,7 @@ class Target:
     @property
     def head(self) -> StoredTensor | None:
         """The output projection [vocabulary, hidden]; the embedding if the two are tied."""
-        return self.find("lm_head.weight") or (
-            self.embedding if self.config.get("tie_word_embeddings") else None
-        )
+        return self.find("lm_head.weight") or (self.embedding if self.config.get("tie_word_embeddings") else None)
 
 
 @dataclass(frozen=True)
@@ -174,9 +170,7 @@ def open_subject(draft: Path, target: Path | None, reference: Path | None) -> Su
     _need_numbers(draft, checkpoint.config)
     architecture = (checkpoint.config.get("architectures") or [None])[0]
     if architecture not in (engine.ARCHITECTURE, None) and "eagle3" in architecture.lower():
-        raise CheckpointError(
-            f"{draft} is for the class {architecture}: this command knows {engine.ARCHITECTURE} only"
-        )
+        raise CheckpointError(f"{draft} is for the class {architecture}: this command knows {engine.ARCHITECTURE} only")
     return Subject(checkpoint, "sglang", checkpoint.config, trained, ids, known_target, other)
 
 
@@ -210,9 +204,7 @@ def _need_numbers(folder: Path, config: Mapping[str, Any]) -> None:
         raise CheckpointError(f"{path} says architectures: {config['architectures']!r}, which is no list")
     ids = engine.eagle_config(config).get("eagle_aux_hidden_state_layer_ids") or []
     if not isinstance(ids, list) or any(type(i) is not int for i in ids):
-        raise CheckpointError(
-            f"{path} says eagle_aux_hidden_state_layer_ids: {ids!r}, which is no list of layer ids"
-        )
+        raise CheckpointError(f"{path} says eagle_aux_hidden_state_layer_ids: {ids!r}, which is no list of layer ids")
 
 
 def _refuse_others(checkpoint: Checkpoint) -> None:

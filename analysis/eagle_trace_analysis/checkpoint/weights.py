@@ -64,9 +64,7 @@ def check_names(subject: Subject) -> Finding:
             f"{doubled} parameters are stored under two names; the last to be read wins: {listed(twice)}",
             "keep one of each",
         )
-    return passed(
-        name, cause, f"all {len(subject.checkpoint.tensors)} tensors have a place in {engine.ARCHITECTURE}"
-    )
+    return passed(name, cause, f"all {len(subject.checkpoint.tensors)} tensors have a place in {engine.ARCHITECTURE}")
 
 
 def _suggest(dropped: list[str], known: Mapping[str, Any]) -> str:
@@ -122,17 +120,14 @@ def check_shapes(subject: Subject) -> Finding:
         and name not in ("fc.weight", "lm_head.weight", "embed_tokens.weight")
         and tuple(stored.shape) != known[name]
     ]
-    queries, keys, width = (
-        subject.full[k] for k in ("num_attention_heads", "num_key_value_heads", "head_dim")
-    )
+    queries, keys, width = (subject.full[k] for k in ("num_attention_heads", "num_key_value_heads", "head_dim"))
     heads = f"{queries} heads, {keys} key-value heads of {width}"
     if wrong:
         return failed(
             "head-shape",
             "qkv-order",
             f"with {heads}: {listed(wrong, 3)}",
-            "set num_attention_heads, num_key_value_heads, head_dim, hidden_size and intermediate_size as "
-            "trained",
+            "set num_attention_heads, num_key_value_heads, head_dim, hidden_size and intermediate_size as trained",
         )
     if subject.trained_layer is not None:
         keys = ("num_attention_heads", "num_key_value_heads", "head_dim", "num_hidden_layers")
@@ -148,9 +143,7 @@ def check_shapes(subject: Subject) -> Finding:
 
 def check_values(scans: Mapping[str, Scan]) -> Finding:
     """NaN and Inf."""
-    bad = [
-        f"{scan.name} ({scan.nonfinite:,} of {scan.elements:,})" for scan in scans.values() if scan.nonfinite
-    ]
+    bad = [f"{scan.name} ({scan.nonfinite:,} of {scan.elements:,})" for scan in scans.values() if scan.nonfinite]
     if bad:
         return failed(
             "finite",
@@ -239,9 +232,7 @@ def check_embedding(subject: Subject) -> Finding:
     if own is None:
         return passed(name, cause, "the draft ships none: SGLang shares the target's")
     if _keeps_own_embedding(subject):
-        return passed(
-            name, cause, "target_hidden_size differs from hidden_size, so SGLang keeps the draft's own"
-        )
+        return passed(name, cause, "target_hidden_size differs from hidden_size, so SGLang keeps the draft's own")
     if subject.trained is not None and subject.trained.get("embed_requires_grad"):
         return failed(
             name,
@@ -310,16 +301,14 @@ def check_head_rows(subject: Subject) -> Finding:
         return passed(
             name,
             cause,
-            f"{own:,} of {of:,} rows compared resemble the target's row at d2t's target id more than the "
-            "next one",
+            f"{own:,} of {of:,} rows compared resemble the target's row at d2t's target id more than the next one",
         )
     other, _ = _resembling(head, theirs, offsets)
     if other >= 0.9 * of:
         return failed(
             name,
             "d2t-absolute",
-            f"the head's rows are those of d2t read as ids ({other:,} of {of:,} rows), not as offsets "
-            f"({own:,})",
+            f"the head's rows are those of d2t read as ids ({other:,} of {of:,} rows), not as offsets ({own:,})",
             "store offsets: subtract arange once",
         )
     return skipped(

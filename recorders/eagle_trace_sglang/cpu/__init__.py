@@ -92,9 +92,7 @@ def _use_speculative_attention() -> None:
     backends["torch_native"] = backends["intel_amx"]
     create = DraftBackendFactory._create_backend
 
-    def create_backend(
-        self: Any, name: str, factories: dict[str, Callable[[], Any]], *args: Any, **kwargs: Any
-    ) -> Any:
+    def create_backend(self: Any, name: str, factories: dict[str, Callable[[], Any]], *args: Any, **kwargs: Any) -> Any:
         return create(self, name, {**factories, "torch_native": factories["intel_amx"]}, *args, **kwargs)
 
     DraftBackendFactory._create_backend = create_backend

@@ -118,9 +118,7 @@ def decode_attention_cpu(
         if rule.window > 0:
             age_BL = (lengths_B - 1)[:, None] - torch.arange(valid_BL.shape[1])
             mask_BEL = mask_BEL & (age_BL < rule.window)[:, None]
-        output[rows] = _attend(query[rows][:, None], keys_BLGD, values_BLGV, mask_BEL, rule)[:, 0].to(
-            output.dtype
-        )
+        output[rows] = _attend(query[rows][:, None], keys_BLGD, values_BLGV, mask_BEL, rule)[:, 0].to(output.dtype)
 
 
 def extend_attention_cpu(
@@ -171,9 +169,7 @@ def extend_attention_cpu(
     _reject_unsupported(k_buffer, v_buffer, k_scale, v_scale, is_cross_attn, encoder_lens)
     rule = _Rule(sm_scale, logit_cap, sliding_window_size, sinks, is_causal)
     if rule.window > 0 and not is_causal:
-        raise NotImplementedError(
-            "extend_attention_cpu has no sliding window for attention that is not causal"
-        )
+        raise NotImplementedError("extend_attention_cpu has no sliding window for attention that is not causal")
     cache = _Cache(k_buffer, v_buffer, req_to_token)
     extends = extend_seq_lens.tolist()
     blocks = _tree_blocks(tree_mask, extends)
@@ -207,9 +203,7 @@ def _reject_unsupported(
     encoder_lens: Tensor | None,
 ) -> None:
     if is_cross_attn or encoder_lens is not None:
-        raise NotImplementedError(
-            "the CPU attention of eagle-trace serves decoder-only models: no cross attention"
-        )
+        raise NotImplementedError("the CPU attention of eagle-trace serves decoder-only models: no cross attention")
     if k_cache.dtype not in _CACHE_DTYPES or v_cache.dtype not in _CACHE_DTYPES:
         raise NotImplementedError(
             "the CPU attention of eagle-trace reads float32, bfloat16 and float16 caches, "
@@ -252,10 +246,7 @@ def _tree_blocks(tree_mask: Tensor | None, extends: list[int]) -> list[Tensor] |
         )
     flat = tree_mask.reshape(-1)
     ends = list(accumulate(sizes))
-    return [
-        flat[end - size : end].view(extend, extend)
-        for end, size, extend in zip(ends, sizes, extends, strict=True)
-    ]
+    return [flat[end - size : end].view(extend, extend) for end, size, extend in zip(ends, sizes, extends, strict=True)]
 
 
 def _query_blocks(scores_a_row: int, extend: int) -> list[tuple[int, int]]:

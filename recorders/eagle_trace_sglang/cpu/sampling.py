@@ -130,9 +130,7 @@ def chain_speculative_sampling(
         block_verification: must be False.
     """
     if block_verification:
-        raise NotImplementedError(
-            "the CPU kernels of eagle-trace verify token by token: no block verification"
-        )
+        raise NotImplementedError("the CPU kernels of eagle-trace verify token by token: no block verification")
     if threshold_single != 1.0 or threshold_acc != 1.0:
         raise NotImplementedError("rejection sampling knows no acceptance thresholds: leave both at 1")
     tokens, flat = candidates.tolist(), retrive_index.tolist()

@@ -90,9 +90,7 @@ def build_draft_decode_metadata_cpu(
     return table.scatter_(2, target, slots).view(-1, pool_len)
 
 
-def fill_bonus_tokens_cpu(
-    accept_tokens: Tensor, accept_lens: Tensor, bonus_tokens: Tensor, accept_stride: int
-) -> None:
+def fill_bonus_tokens_cpu(accept_tokens: Tensor, accept_lens: Tensor, bonus_tokens: Tensor, accept_stride: int) -> None:
     """Writes the last accepted token of each request to ``bonus_tokens``, ``[B]``.
 
     Args:
@@ -103,9 +101,7 @@ def fill_bonus_tokens_cpu(
     bonus_tokens.copy_(accept_tokens.reshape(-1)[last])
 
 
-def fill_accept_out_cache_loc_cpu(
-    accept_index: Tensor, out_cache_loc: Tensor, accept_out_cache_loc: Tensor
-) -> None:
+def fill_accept_out_cache_loc_cpu(accept_index: Tensor, out_cache_loc: Tensor, accept_out_cache_loc: Tensor) -> None:
     """Packs the slots of accepted tokens (``accept_index`` not -1) in ``accept_out_cache_loc``."""
     accepted = accept_index[accept_index > -1].long()
     accept_out_cache_loc[: accepted.numel()] = out_cache_loc[accepted].to(accept_out_cache_loc.dtype)
