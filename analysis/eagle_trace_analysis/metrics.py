@@ -77,7 +77,8 @@ def stats_error(x: Statistics, y: Statistics, width: int) -> Float64:
     norm = ratio(np.abs(x.norm - y.norm), y.norm)
     mean = ratio(np.abs(x.mean - y.mean) * np.sqrt(width), y.norm)
     largest = ratio(np.abs(x.absmax - y.absmax), y.absmax)
-    return np.maximum(np.maximum(norm, mean), largest)
+    bound: NDArray[np.float64] = np.maximum(np.maximum(norm, mean), largest)
+    return bound
 
 
 def counted_flips(margin: Float64, largest_error: Float64) -> Bool:
