@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from enum import StrEnum
 from pathlib import Path
@@ -61,6 +62,8 @@ def diff(
 
     Exit status: 0 the traces agree, 1 they diverge, 2 they could not be compared.
     """
+    # small matrices only: threads of BLAS would spin, on a busy machine for longer than they compute
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     from eagle_trace.reader import open_trace
     from eagle_trace_analysis import diff as compare
     from eagle_trace_analysis.report.json import to_json_text

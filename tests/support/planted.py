@@ -15,7 +15,8 @@ from eagle_trace.reader import Trace
 from eagle_trace_analysis import Diff, diff
 from eagle_trace_analysis.checkpoint.export import export
 from eagle_trace_analysis.diagnose import diagnosed
-from tests.support.numpy_pair import Doing, read_tensors, write_side
+from tests.support.numpy_pair import Doing, write_side
+from tests.support.numpy_target import read_tensors
 from tests.support.pairs import DRAFT, TARGET
 
 Edit = Callable[[Any], object]

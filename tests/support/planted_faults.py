@@ -2,168 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from tests.support.numpy_pair import Target, answers, read_tensors, rms
+from tests.support.numpy_target import Target, read_tensors, rms
 from tests.support.pairs import DRAFT, TARGET
-from tests.support.planted import Change, Edit, Planted, copy_checkpoint
-
-# ---- edits -------------------------------------------------------------------------------------------------------
-
-
-def put(*path: str, value: Any) -> Edit:
-    """Set one entry of a nested dict."""
-
-    def edit(data: dict[str, Any]) -> None:
-        for key in path[:-1]:
-            data = data.setdefault(key, {})
-        data[path[-1]] = value
-
-    return edit
-
-
-def drop(*path: str) -> Edit:
-    """Remove one entry of a nested dict."""
-
-    def edit(data: dict[str, Any]) -> None:
-        for key in path[:-1]:
-            data = data[key]
-        data.pop(path[-1], None)
-
-    return edit
-
-
-def rename(old: str, new: str) -> Edit:
-    """Move one tensor to another name."""
-    return lambda held: held.__setitem__(new, held.pop(old))
-
-
-def fresh(name: str, scale: float = 0.02) -> Edit:
-    """Random numbers in place of a tensor."""
-
-    def edit(tensors: dict[str, Any]) -> None:
-        tensors[name] = np.random.default_rng(7).standard_normal(tensors[name].shape) * scale
-
-    return edit
-
-
-def layers(*ids: int) -> Callable[[Any], Any]:
-    """Features of some target layers, by Hugging Face's numbering."""
-    return lambda states: np.concatenate([states[n] for n in ids], axis=1)
-
-
-def ids(*values: int) -> Edit:
-    """Deployed layer ids (SGLang's numbering)."""
-    return put("eagle_config", "eagle_aux_hidden_state_layer_ids", value=list(values))
-
-
-def trained_ids(*values: int) -> Edit:
-    """Trained layer ids."""
-    return put("eagle_aux_hidden_state_layer_ids", value=list(values))
-
-
-def offsets(change: Callable[[Any, Any], Any]) -> Edit:
-    """A changed d2t, from (offsets, arange)."""
-
-    def edit(held: dict[str, Any]) -> None:
-        held["d2t"] = change(held["d2t"], np.arange(len(held["d2t"])))
-
-    return edit
-
-
-def _ones_for(name: str, width: int) -> Edit:
-    def edit(tensors: dict[str, Any]) -> None:
-        weight = 1 + 0.3 * np.random.default_rng(3).standard_normal(width)
-        tensors[name] = weight.astype(np.float32)
-
-    return edit
-
-
-def _final_norm(states: Any) -> Any:
-    return rms(states, Target().tensors["model.norm.weight"], 1e-5)
-
-
-def _heads(name: str, order: list[int], size: int = 32) -> Edit:
-    def edit(tensors: dict[str, Any]) -> None:
-        rows = tensors[name].reshape(-1, size, tensors[name].shape[1])
-        tensors[name] = rows[order].reshape(tensors[name].shape)
-
-    return edit
-
-
-def _half(name: str) -> Edit:
-    def edit(tensors: dict[str, Any]) -> None:
-        tensors[name] = tensors[name].copy()
-        tensors[name][:, tensors[name].shape[1] // 2 :] = 0
-
-    return edit
-
-
-def _own_embedding(tensors: dict[str, Any]) -> None:
-    held = tensors["embed_tokens.weight"]
-    noise = np.random.default_rng(4).standard_normal(held.shape) * 0.02
-    tensors["embed_tokens.weight"] = (held.astype(np.float64) + noise).astype(held.dtype)
-
-
-def _swap(a: str, b: str) -> Edit:
-    def edit(tensors: dict[str, Any]) -> None:
-        tensors[a], tensors[b] = tensors[b], tensors[a]
-
-    return edit
-
-
-def _embedding_head(rows: int) -> Edit:
-    def edit(tensors: dict[str, Any]) -> None:
-        tensors["lm_head.weight"] = tensors["embed_tokens.weight"][:rows]
-
-    return edit
-
-
-def _each_norm(features: Any, tensors: Any, eps: float) -> Any:
-    width = features.shape[1] // 3
-    parts = [rms(features[:, n * width : (n + 1) * width], tensors[f"fc_norm.{n}.weight"], eps) for n in range(3)]
-    return np.concatenate(parts, axis=1)
-
-
-def _several(*edits: Edit) -> Edit:
-    def edit(data: Any) -> None:
-        for one in edits:
-            one(data)
-
-    return edit
-
-
-def _nan_at(site: str) -> Callable[[str, Any], Any]:
-    def damage(name: str, values: Any) -> Any:
-        if name == site:
-            values = values.copy()
-            values[0, 0] = np.nan
-        return values
-
-    return damage
-
-
-def without(name: str) -> Callable[[str], bool]:
-    """Shipped: all but one parameter."""
-    return lambda one: one != name
-
-
-def _with_bos() -> list[tuple[int, ...]]:
-    return [(256, *tokens) for tokens in answers()]
-
-
-def _deployed_offsets(change: Callable[[Any, Any], Any]) -> Change:
-    held = read_tensors(DRAFT)["d2t"]
-    return {"d2t": change(held, np.arange(len(held)))}
-
-
-HIDDEN_NORM, HEAD = "layers.0.hidden_norm.weight", "lm_head.weight"
-Q, K, V, OUT = (f"layers.0.self_attn.{name}_proj.weight" for name in "qkvo")
+from tests.support.plant_edits import (
+    HEAD,
+    HIDDEN_NORM,
+    OUT,
+    K,
+    Q,
+    V,
+    after_final_norm,
+    deployed_offsets,
+    drop,
+    each_norm,
+    embedding_head,
+    fresh,
+    half,
+    heads,
+    ids,
+    layers,
+    nan_at,
+    offsets,
+    ones_for,
+    own_embedding,
+    put,
+    rename,
+    several,
+    swap,
+    trained_ids,
+    with_bos,
+    without,
+)
+from tests.support.planted import Planted, copy_checkpoint
 
 HEALTHY = [
     Planted("healthy", None, None),
@@ -237,7 +113,7 @@ def faults() -> list[Planted]:
             "features-normed",
             "features-normed",
             "target.hidden.0",
-            train={"pick": lambda s: layers(2, 4, 5)(_final_norm(s))},
+            train={"pick": lambda s: layers(2, 4, 5)(after_final_norm(s))},
         ),
         Planted(
             "features-after-the-final-norm",
@@ -248,7 +124,7 @@ def faults() -> list[Planted]:
             train={"pick": layers(2, 4, 8)},
             serve={"pick": layers(2, 4, 9)},
         ),
-        Planted("tokens-differ", "tokens-differ", "token", serve_write={"prompts": _with_bos()}),
+        Planted("tokens-differ", "tokens-differ", "token", serve_write={"prompts": with_bos()}),
         Planted("input-shift", "input-shift", "token", serve={"fed": 0}),
         Planted(
             "features-one-row-late",
@@ -285,7 +161,7 @@ def faults() -> list[Planted]:
             "lm-head-tied",
             "logits",
             config=put("tie_word_embeddings", value=True),
-            serve_tensors=_embedding_head(80),
+            serve_tensors=embedding_head(80),
             serve_write={"params": _params_without_head(), "dropped": [HEAD]},
         ),
         Planted(
@@ -293,14 +169,14 @@ def faults() -> list[Planted]:
             "lm-head-from-target",
             "logits",
             config=put("draft_vocab_size", value=None),
-            serve_tensors=_embedding_head(320),
+            serve_tensors=embedding_head(320),
             serve={"d2t": np.zeros(320, dtype=np.int64)},
         ),
         Planted(
             "embedding-replaced",
             "embedding-replaced",
             "embed",
-            trained_stored=_own_embedding,
+            trained_stored=own_embedding,
             trained=put("embed_requires_grad", value=True),
         ),
         Planted(
@@ -308,7 +184,7 @@ def faults() -> list[Planted]:
             "d2t-absolute",
             "topk.target_id",
             stored=offsets(lambda d, n: d + n),
-            serve=_deployed_offsets(lambda d, n: d + n),
+            serve=deployed_offsets(lambda d, n: d + n),
             serve_tensors=lambda t: t.update(d2t=head + np.arange(len(head))),
         ),
         Planted(
@@ -316,7 +192,7 @@ def faults() -> list[Planted]:
             "d2t-absolute",
             "topk.target_id",
             stored=offsets(lambda d, n: d - n),
-            serve=_deployed_offsets(lambda d, n: d - n),
+            serve=deployed_offsets(lambda d, n: d - n),
             serve_tensors=lambda t: t.update(d2t=head - np.arange(len(head))),
         ),
         Planted(
@@ -324,7 +200,7 @@ def faults() -> list[Planted]:
             "d2t-missing",
             "topk.target_id",
             stored=offsets(lambda d, _: 0 * d),
-            serve=_deployed_offsets(lambda d, _: 0 * d),
+            serve=deployed_offsets(lambda d, _: 0 * d),
             serve_tensors=lambda t: t.update(d2t=0 * head),
         ),
         Planted(
@@ -332,7 +208,7 @@ def faults() -> list[Planted]:
             "d2t-stale",
             "topk.target_id",
             stored=offsets(lambda d, _: d + 1),
-            serve=_deployed_offsets(lambda d, _: d + 1),
+            serve=deployed_offsets(lambda d, _: d + 1),
             serve_tensors=lambda t: t.update(d2t=head + 1),
         ),
         Planted(
@@ -347,7 +223,7 @@ def faults() -> list[Planted]:
             "fc-norm-ignored",
             "fc.in",
             trained=put("norm_before_fc", value=True),
-            trained_stored=_ones_for("input_norm.weight", 384),
+            trained_stored=ones_for("input_norm.weight", 384),
             train={"before_fc": lambda x, t, eps: rms(x, t["input_norm.weight"], eps)},
         ),
         Planted(
@@ -355,8 +231,8 @@ def faults() -> list[Planted]:
             "fc-norm-ignored",
             "fc.in",
             trained=put("fc_norm", value=True),
-            trained_stored=_several(*(_ones_for(f"fc_norm.{n}.weight", 128) for n in range(3))),
-            train={"before_fc": _each_norm},
+            trained_stored=several(*(ones_for(f"fc_norm.{n}.weight", 128) for n in range(3))),
+            train={"before_fc": each_norm},
         ),
         Planted(
             "fc-norm-not-trained",
@@ -391,9 +267,9 @@ def faults() -> list[Planted]:
             serve={"limit": 32},
         ),
         Planted(
-            "query-heads-permuted", "qkv-order", "layer.0.attn.q", serve_tensors=_heads(Q, [2, 3, 0, 1]), loaded=True
+            "query-heads-permuted", "qkv-order", "layer.0.attn.q", serve_tensors=heads(Q, [2, 3, 0, 1]), loaded=True
         ),
-        Planted("keys-and-values-swapped", "qkv-order", "layer.0.attn.k", serve_tensors=_swap(K, V), loaded=True),
+        Planted("keys-and-values-swapped", "qkv-order", "layer.0.attn.k", serve_tensors=swap(K, V), loaded=True),
         Planted("sliding-window", "sliding-window", "layer.0.attn.context", serve={"window": 24}),
         Planted(
             "sliding-window-flag",
@@ -404,15 +280,15 @@ def faults() -> list[Planted]:
         ),
         Planted("kv-not-refreshed", "kv-not-refreshed", "layer.0.attn.context", serve={"stale": True}),
         Planted("kv-cached-prefix", "kv-cached-prefix", "layer.0.attn.context", serve={"prefix": (10, 1.5)}),
-        Planted("attention-not-reduced", "tp-shard", "layer.0.attn.out", serve_tensors=_half(OUT), loaded=True),
+        Planted("attention-not-reduced", "tp-shard", "layer.0.attn.out", serve_tensors=half(OUT), loaded=True),
         Planted(
             "mlp-not-reduced",
             "tp-shard",
             "layer.0.mlp.out",
-            serve_tensors=_half("layers.0.mlp.down_proj.weight"),
+            serve_tensors=half("layers.0.mlp.down_proj.weight"),
             loaded=True,
         ),
-        Planted("nan", "nonfinite", "layer.0.mlp.out", serve={"damage": _nan_at("layer.0.mlp.out")}),
+        Planted("nan", "nonfinite", "layer.0.mlp.out", serve={"damage": nan_at("layer.0.mlp.out")}),
         Planted(
             "metric",
             "metric",
@@ -444,5 +320,5 @@ def target_with_noise(folder: Path) -> Planted:
 def two_faults() -> Planted:
     """A server of single-layer features that also has the wrong eps."""
     one, two = (next(p for p in faults() if p.name == name) for name in ("single-layer", "norm-eps"))
-    config = _several(one.config or (lambda _: None), two.config or (lambda _: None))
+    config = several(one.config or (lambda _: None), two.config or (lambda _: None))
     return replace(one, name="two-faults", config=config, serve={**one.serve, **two.serve})

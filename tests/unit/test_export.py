@@ -86,6 +86,11 @@ def test_a_target_that_reads_layer_ids_in_its_own_way_gets_the_list_it_needs(tmp
     assert flat["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [3, 4, 5]
 
 
+def test_layers_in_another_order_than_they_run_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="cannot be said to SGLang"):
+        export(changed(tmp_path, eagle_aux_hidden_state_layer_ids=[4, 2, 5]), tmp_path / "out", target=TARGET)
+
+
 def test_bad_folders_get_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="not in speculators format"):
         export(TARGET, tmp_path / "out")

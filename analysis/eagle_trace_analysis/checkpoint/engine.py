@@ -112,10 +112,11 @@ def captured_inputs(config: Mapping[str, Any], layers: int | None, target_archit
         return None if layers is None else [2, layers // 2, layers - 3]
     ids = [int(i) for i in own["eagle_aux_hidden_state_layer_ids"]]
     if target_architecture in SHIFT_IF_FIRST_IS_1 and ids and ids[0] != 1:
-        return ids
+        return sorted(ids)
     if target_architecture in FINAL_STATE_TARGETS and ids and max(ids) == layers:
-        return ids
-    return [i + 1 for i in ids]
+        return sorted(ids)
+    # layers are captured as they run, whatever the order of the list
+    return sorted(i + 1 for i in ids)
 
 
 def ids_that_capture(inputs: Sequence[int], layers: int | None, target_architecture: str | None) -> list[int] | None:
