@@ -93,7 +93,8 @@ def sglang_config(
     if ids is None:
         raise CheckpointError(
             f"layer ids {layer_ids} cannot be said to SGLang: it counts layer outputs from 0 (the embedding output has "
-            f"no id) and feeds them in the order they run, and {architecture or 'the target class'} has no list for them; train with other layers"
+            f"no id) and feeds them in the order they run, and {architecture or 'the target class'} has no list for "
+            "these; train with other layers"
         )
     flat = {key: value for key, value in config["transformer_layer_config"].items() if not key.startswith("_")}
     flat |= {
