@@ -82,6 +82,8 @@ def server_arguments(
             "--mem-fraction-static": "0.3",
             "--max-total-tokens": str(tokens),
         }
+        # an idle scheduler polls without a pause, which on two cores takes one from everybody else
+        flags.append("--sleep-on-idle")
         changes.append("SGLang's CPU engine with eagle-trace's own attention and tree kernels")
     given = {word.split("=", 1)[0] for word in extra}
     line = [word for name, value in arguments.items() if name not in given for word in (name, value)]
