@@ -230,7 +230,8 @@ def open_trace(path: str | Path, *, allow_partial: bool = False) -> Trace:
         raise TraceNotFoundError(f"{path} is not a trace: it has no {SEAL}")
     if not sealed and not allow_partial:
         raise TraceUnsealedError(
-            f"{path} was not finished: it has no seal. Record it again, or pass --allow-partial to read what is whole"
+            f"{path} was not finished: it has no seal. "
+            "Record it again; diff and show read what is whole with --allow-partial"
         )
     manifest = Manifest.from_json((path / name).read_text(encoding="utf-8"), path / name)
     missing = [

@@ -44,6 +44,7 @@ class Alignment:
         self.serve = serve
         self._numbers = {key: number for number, key in enumerate(_union(train.prompts, serve.prompts))}
         self._given_train, self._given_serve = (_tokens_given(trace, self._numbers) for trace in (train, serve))
+        self._parted = _answers_part(train, serve, self._numbers)
         on_serve = set(serve.prompts["prompt_key"])
         self.prompt_keys: list[str] = [key for key in train.prompts["prompt_key"] if key in on_serve]
         self._known: list[Pairs] = []
@@ -96,6 +97,14 @@ class Alignment:
             fate[(fate == UNMATCHED) & (rows.root + 1 >= given[np.minimum(numbers, len(given) - 1)])] = CODE_OF[
                 "not-given"
             ]
+        # two greedy answers may part for a rounding error of the target: what follows is no fault of the draft
+        parted_t, parted_s = (
+            rows.root + 1 >= self._parted[np.minimum(numbers, len(self._parted) - 1)]
+            for rows, numbers in ((train, numbers_t), (serve, numbers_s))
+        )
+        pairs = pairs.without(parted_t[pairs.train], "answers-part")
+        for fate, parted in ((pairs.train_fate, parted_t), (pairs.serve_fate, parted_s)):
+            fate[(fate == UNMATCHED) & parted] = CODE_OF["answers-part"]
         self._known.append(pairs)
         return pairs
 
@@ -266,6 +275,28 @@ def _tokens_given(trace: Trace, numbers: dict[str, int]) -> Int:
     for key, length in zip(table.column("prompt_key").to_pylist(), lengths, strict=True):
         given[numbers[key]] = np.iinfo(np.int64).max if length is None else length
     return given
+
+
+def _answers_part(train: Trace, serve: Trace, numbers: dict[str, int]) -> Int:
+    """Index of the first token that differs behind an equal prompt, by the prompt's common number; beyond any
+    index where no token differs, or where the prompts themselves do (that is a divergence, not a skip).
+    """
+    never = np.iinfo(np.int64).max
+    parted = np.full(len(numbers) + 1, never, dtype=np.int64)
+    columns = ["prompt_key", "token_ids", "num_prompt_tokens"]
+    sides = [trace.table("prompts").select(columns).to_pylist() for trace in (train, serve)]
+    of_serve = {row["prompt_key"]: row for row in sides[1]}
+    for row in sides[0]:
+        other = of_serve.get(row["prompt_key"])
+        if other is None:
+            continue
+        ours, theirs = np.asarray(row["token_ids"] or []), np.asarray(other["token_ids"] or [])
+        common = min(len(ours), len(theirs))
+        differ = np.flatnonzero(ours[:common] != theirs[:common])
+        prompt = max(row["num_prompt_tokens"] or 0, other["num_prompt_tokens"] or 0)
+        if len(differ) and differ[0] >= prompt:
+            parted[numbers[row["prompt_key"]]] = differ[0]
+    return parted
 
 
 def _renumber(rows: Rows, prompts: pd.DataFrame, numbers: dict[str, int], side: int) -> Int:

@@ -19,6 +19,7 @@ SKIP_REASONS = {
     "other-branch": "the server lets the row see another branch of its draft tree, as training never does",
     "recomputed": "the same row was computed again; its first computation is compared",
     "other-tokens": "the other side fed other tokens below this root",
+    "answers-part": "the two sides' answers part before this row: replay this very serve trace to pair it",
     "not-given": "the other side was given fewer tokens of this prompt and ends before this root",
     "not-materialised": "the other side never computes the site for this row",
     "position-offset": "positions differ by a constant, so rotated vectors differ and attention does not",

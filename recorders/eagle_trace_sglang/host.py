@@ -131,7 +131,10 @@ class Host:
             self._died()
 
     def _died(self) -> NoReturn:
-        raise HostError(f"SGLang ended before the recording was done. Its last lines:\n{self.last_lines()}")
+        raise HostError(
+            f"SGLang ended before the recording was done. Its last lines:\n{self.last_lines()}\n"
+            "If they speak of shapes or indices, `eagle-trace check DRAFT --target TARGET` names what is wrong there"
+        )
 
     def _take_down(self) -> None:
         """End the engine and everything it started; SGLang's own children may outlive it otherwise."""

@@ -86,9 +86,10 @@ def dropped_for(context: Context, name: str) -> str | None:
             continue
         if any(key.endswith(end) for end in ends[:-1]) or (len(ends) == 1 and key.endswith(name)):
             return key
-    # no name to go by: the one dropped tensor of this very shape
+    # no name to go by: the one dropped tensor of this very shape, if nothing else of that shape is missing
     alike = [key for key in dropped if key in stored and list(stored[key].shape) == shape]
-    return alike[0] if len(alike) == 1 and len(shape) > 1 else None
+    lacking = [one for one in not_loaded(context) if list(context.params[0][one]["shape"]) == shape]
+    return alike[0] if len(alike) == 1 and lacking == [name] else None
 
 
 def _shown(context: Context, names: list[str]) -> tuple[str, str] | None:
@@ -145,7 +146,8 @@ def _all_there(context: Context, lost: list[str], *, dropped: bool) -> str:
     keys = context.serve.manifest.draft.get("dropped_keys", [])
     text = f"{equal} of {len(common)} parameters as loaded equal the trained ones"
     if dropped:
-        return f"{text}, {len(keys)} keys dropped" + (f" ({clipped(keys)})" if keys else "")
+        noun = "key" if len(keys) == 1 else "keys"
+        return f"{text}, {len(keys)} {noun} dropped" + (f" ({clipped(keys)})" if keys else "")
     found = sum(bool(served[name]["in_checkpoint"]) for name in common)
     return f"{text}, {found} found in the deployed checkpoint" + (
         f"; {clipped(lost)} dropped for the name" if lost else ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from difflib import SequenceMatcher
 from typing import Any
 
 import numpy as np
@@ -45,7 +46,7 @@ def check_names(subject: Subject) -> Finding:
             cause,
             f"{engine.ENGINE} drops {len(dropped)} of {len(subject.checkpoint.tensors)} tensors without a "
             f"word: {listed(dropped)}",
-            f"rename them to what {engine.ARCHITECTURE} loads: {_suggest(dropped, known)}",
+            f"rename them to what {engine.ARCHITECTURE} loads: {_suggest(subject, dropped, known)}",
         )
     if subject.checkpoint.unlisted:
         files = listed(subject.checkpoint.unlisted)
@@ -67,16 +68,16 @@ def check_names(subject: Subject) -> Finding:
     return passed(name, cause, f"all {len(subject.checkpoint.tensors)} tensors have a place in {engine.ARCHITECTURE}")
 
 
-def _suggest(dropped: list[str], known: Mapping[str, Any]) -> str:
+def _suggest(subject: Subject, dropped: list[str], known: Mapping[str, Any]) -> str:
+    """For each dropped tensor the parameter it may be: unfilled, of its very shape, and most alike in name."""
+    filled = {place for name in subject.checkpoint.tensors for place in engine.destinations(name, known)}
     hints = []
     for name in dropped:
-        # the longest known name that ends it, at a dot
-        parts = name.split(".")
-        fits = (".".join(parts[i:]) for i in range(1, len(parts)))
-        hint = next((fit for fit in fits if fit in known or any(k.endswith("." + fit) for k in known)), None)
-        if hint is not None:
-            whole = hint if hint in known else next(k for k in known if k.endswith("." + hint))
-            hints.append(f"{name} -> {whole}")
+        shape = tuple(subject.checkpoint.tensors[name].shape)
+        open_places = [place for place in known if place not in filled and tuple(known[place]) == shape]
+        if open_places:
+            alike = max(open_places, key=lambda place: SequenceMatcher(None, name, place).ratio())
+            hints.append(f"{name} -> {alike}")
     return listed(hints, 3) if hints else "none of them has a counterpart there"
 
 
