@@ -4,7 +4,8 @@
 
 One server is started; every round answers the same prompts without recording and at each level, in turn, so that the
 ratios hold on a machine whose speed drifts. CPU time is that of all processes of the server and of this one, from the
-first prompt sent to the trace sealed. Without arguments the demo pair is used; docs/walkthrough-smollm2.md says how to make the
+first prompt sent to the trace sealed. Without arguments the demo pair is used;
+docs/walkthrough-smollm2.md says how to make the
 pair of the figures in the docs.
 """
 
