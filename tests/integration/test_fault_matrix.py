@@ -191,8 +191,11 @@ AS_DEPLOYED = {
 
 
 @pytest.mark.parametrize("name", AS_DEPLOYED)
-def test_a_fault_of_what_is_deployed(name: str, serve: Make, train: Make, deployed: Path, folder: Path) -> None:
+def test_a_fault_of_what_is_deployed(
+    name: str, serve: Make, train: Make, deployed: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     case = AS_DEPLOYED[name]
+    monkeypatch.setenv(*faults.FRESH_MEMORY)
     broken = faults.edit(deployed, folder / f"matrix-{name}", config=case.config, tensors=case.tensors)
     served = serve(draft=broken, **case.options)
     trained = DRAFT if case.trained is None else faults.edit(DRAFT, folder / f"trained-{name}", config=case.trained)

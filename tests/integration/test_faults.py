@@ -75,9 +75,10 @@ TRAINED_OTHERWISE = {
 
 @pytest.mark.parametrize("name", DEPLOYED_WRONG)
 def test_a_fault_of_the_deployed_draft_is_named(
-    name: str, serve: Make, train: Make, deployed: Path, folder: Path
+    name: str, serve: Make, train: Make, deployed: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     planted = DEPLOYED_WRONG[name]
+    monkeypatch.setenv(*faults.FRESH_MEMORY)
     broken = faults.edit(deployed, folder / name, config=planted.config, tensors=planted.tensors)
     served = serve(draft=broken)
     expect(planted, diff(train(replay=served.path), served))

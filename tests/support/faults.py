@@ -37,6 +37,11 @@ def edit(
     return out
 
 
+#: what glibc fills fresh memory with (as float32: 0.0115), so that a parameter nobody loads is wrong in the same way on
+#: every run: left to chance, it now and then holds a NaN, which is another fault
+FRESH_MEMORY = ("MALLOC_PERTURB_", "195")
+
+
 # ---- what is wrong in the deployed folder -----------------------------------------------------------------------
 
 
