@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eagle_trace.capture import Rows
-from eagle_trace_analysis import align
+from eagle_trace_analysis import align, diff
 from eagle_trace_analysis.align import lookup, match
 from eagle_trace_analysis.pairs import Coverage
 from tests.support.synthetic import Side, make_prompts, write_trace
@@ -188,6 +188,24 @@ def test_rows_beyond_the_tokens_that_training_was_given_are_skipped(tmp_path: Pa
     assert found.unmatched_serve == 0
     assert found.share == 1.0
     assert found.skipped_serve["not-given"] == found.serve_rows - found.matched
+
+
+def test_rows_behind_the_point_where_two_answers_part_are_skipped_and_no_divergence(tmp_path: Path) -> None:
+    prompts = make_prompts()
+    # the first answer token is another one: as when a rounding error flips the target's choice
+    others = [
+        replace(
+            one, tokens=(*one.tokens[: one.length], (one.tokens[one.length] + 1) % 80, *one.tokens[one.length + 1 :])
+        )
+        for one in prompts
+    ]
+    train = write_trace(tmp_path / "t", Side("train"), others)
+    serve = write_trace(tmp_path / "s", Side("serve"), prompts)
+    result = diff(train, serve)
+    assert result.verdict == "agree", result.first_divergence
+    found = align(train, serve).coverage
+    assert found.skipped_serve["answers-part"] == found.skipped_train["answers-part"] > 0
+    assert found.unmatched_train == found.unmatched_serve == 0
 
 
 def test_two_sides_without_rows_give_no_pairs() -> None:
