@@ -54,8 +54,8 @@ class _SiteBuffer:
     part: _Part | None = None
 
 
-def prepare_output(path: Path, *, force: bool = False) -> None:
-    """Make `path` an empty folder for a trace.
+def check_output(path: Path, *, force: bool = False) -> None:
+    """Refuse a place for a trace that is taken; changes nothing.
 
     Raises:
         OutputExistsError: it is a file, or holds something and `force` is not set, or holds something that is no trace.
@@ -68,6 +68,16 @@ def prepare_output(path: Path, *, force: bool = False) -> None:
             raise OutputExistsError(
                 f"{path} exists and is no trace, so --force does not replace it: choose another --out"
             )
+
+
+def prepare_output(path: Path, *, force: bool = False) -> None:
+    """Make `path` an empty folder for a trace.
+
+    Raises:
+        OutputExistsError: it is a file, or holds something and `force` is not set, or holds something that is no trace.
+    """
+    check_output(path, force=force)
+    if path.exists() and any(path.iterdir()):
         shutil.rmtree(path)
     try:
         path.mkdir(parents=True, exist_ok=True)

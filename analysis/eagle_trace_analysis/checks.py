@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
@@ -35,9 +37,19 @@ def shapes_of(trace: Trace) -> Shapes:
         if data := trace.site_data(site):
             seen[site] = {(one.width, one.dtype) for one in data}
     path = trace.path / "topk.parquet"
-    if path.exists() and pq.read_metadata(path).num_rows:
+    # a part that an interrupted recording left without its footer holds nothing to compare
+    readable = path.exists() and (trace.sealed or not _unreadable(path))
+    if readable and pq.read_metadata(path).num_rows:
         seen |= {site: {(0, "int64")} for site in TOPK_SITES}
     return seen
+
+
+def _unreadable(path: Path) -> bool:
+    try:
+        pq.read_metadata(path)
+    except (pa.ArrowInvalid, OSError):
+        return True
+    return False
 
 
 def check_shapes(
@@ -215,7 +227,14 @@ def check_positions(alignment: Alignment) -> tuple[dict[int, SiteResult], list[N
     pairs = alignment.rows
     offset = position_offset(pairs)
     prompts = pairs.train_keys.prompt_id[pairs.train]
-    constant = _median_of_each(prompts, offset)
+    # step 0 says what the constant is: drafts can outnumber it, and may be what is wrong
+    first = pairs.train_keys.step[pairs.train] == 0
+    of_first = dict(zip(prompts[first].tolist(), _median_of_each(prompts[first], offset[first]).tolist(), strict=True))
+    everywhere = _median_of_each(prompts, offset)
+    constant = np.array(
+        [of_first.get(prompt, other) for prompt, other in zip(prompts.tolist(), everywhere.tolist(), strict=True)],
+        dtype=offset.dtype,
+    )
     columns = pairs.train_keys.position[pairs.train], pairs.serve_keys.position[pairs.serve]
     shifted = f" (other rows: shifted by {_range(constant)})" if constant.any() else ""
     results = _integer_site(alignment, "position", offset != constant, columns, shifted)

@@ -9,7 +9,7 @@ from pathlib import Path
 from eagle_trace.errors import HostError
 from eagle_trace.prompts import read_prompts
 from eagle_trace.reader import open_trace
-from eagle_trace.writer import prepare_output
+from eagle_trace.writer import check_output, prepare_output
 from eagle_trace_sglang.server import Request, Server, ServerOptions
 
 
@@ -63,9 +63,11 @@ def record(
     options = ServerOptions(target, draft, steps, topk, draft_tokens, dtype, device, tuple(sglang_args))
     request = Request(read_prompts(prompts), max_new_tokens, batch_size)
     options.check()
-    prepare_output(out, force=force)
+    check_output(out, force=force)
     try:
         with Server(options, progress) as server:
+            # only now: an old trace is not given up for a server that never starts
+            prepare_output(out, force=force)
             server.record(request, out, level=level, max_bytes=max_bytes, argv=argv)
     except BaseException:
         # where nothing was recorded, leave no empty folder behind for the next try to stumble over

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import isfinite
+
 from eagle_trace_analysis.causes.base import RECORD_VALUES, Cause, Outcome, confirmed, not_tested, ruled_out
 from eagle_trace_analysis.causes.fed import NO_FEATURES, layer_words
 from eagle_trace_analysis.checkpoint import engine
@@ -72,6 +74,8 @@ def _by_layers(context: Context, features: Features) -> Outcome | None:
         )
     k = next(at for at, (a, b) in enumerate(zip(fed, ids, strict=True)) if a != b)
     best, error, errors = known[k]
+    if not isfinite(error):
+        return not_tested(f"the features fed hold values that are not finite (layer {k})", "mend nonfinite first")
     if error > CLEARLY * errors.get(ids[k], float("inf")):
         return ruled_out(
             f"no layer explains what was fed: nearest to layer {k} is {layer_words(best, last - 1)} ({error:.1e}), "
