@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -78,7 +78,7 @@ def _parse(line: str, where: str) -> Prompt:
         if not _is_conversation(value):
             raise PromptsError(f'{where}: "messages" must be a list of {{"role": ..., "content": ...}}')
         return Prompt(key, messages=tuple(value))
-    if not isinstance(value, list) or not value or not all(type(i) is int and i >= 0 for i in value):
+    if not isinstance(value, list) or not value or not all(type(i) is int and 0 <= i < 2**31 for i in value):
         raise PromptsError(f'{where}: "input_ids" must be a list of token ids that is not empty')
     return Prompt(key, input_ids=tuple(value))
 
@@ -113,6 +113,26 @@ def tokenize(prompt: Prompt, tokenizer: Tokenizer | None) -> list[int]:
     if not ids:
         raise PromptsError(f"prompt {prompt.key} has no tokens")
     return ids
+
+
+def check_tokens(key: str, token_ids: Sequence[int], config: Mapping[str, Any], new_tokens: int = 0) -> None:
+    """Refuse a prompt that the target cannot take: `config` is the target's, `new_tokens` what is to be answered.
+
+    Raises:
+        PromptsError: a token id is outside the vocabulary, or prompt and answer are longer than the positions.
+    """
+    text = config.get("text_config", config)
+    vocabulary, positions = text.get("vocab_size"), text.get("max_position_embeddings")
+    if vocabulary is not None and max(token_ids) >= vocabulary:
+        raise PromptsError(
+            f"prompt {key} has token id {max(token_ids)}, the target's vocabulary ends at {vocabulary - 1}: "
+            "is it another model's tokenizer?"
+        )
+    if positions is not None and len(token_ids) + new_tokens > positions:
+        raise PromptsError(
+            f"prompt {key} has {len(token_ids)} tokens, {len(token_ids) + new_tokens} with its answer, and the target "
+            f"takes {positions}: shorten it or lower --max-new-tokens"
+        )
 
 
 def prompts_digest(keys: Sequence[str]) -> str:

@@ -1,7 +1,10 @@
-"""`eagle-trace`: exit status 0 when all is well, 1 when two traces diverge, 2 when the work could not be done."""
+"""`eagle-trace`: exit status 0 when all is well, 1 when two traces diverge, 2 when the work could not be done,
+3 for a bug (with its traceback), 130 after Ctrl-C.
+"""
 
 from __future__ import annotations
 
+import traceback
 from typing import Annotated, Any
 
 import typer
@@ -15,6 +18,7 @@ from eagle_trace.cli.record import record
 from eagle_trace.cli.show import show
 from eagle_trace.errors import EagleTraceError
 
+BUG = 3  # with its traceback; 1 would mean "diverged"
 INTERRUPTED = 130  # what shells report for a program ended by Ctrl-C; 1 would mean "diverged"
 
 
@@ -27,6 +31,11 @@ class _Commands(TyperGroup):
         except EagleTraceError as error:
             typer.echo(f"eagle-trace: {error}", err=True)
             ctx.exit(error.exit_status)
+        except Exception as error:
+            if type(error).__module__.split(".")[0] in ("click", "typer"):
+                raise  # how the parser itself ends
+            traceback.print_exc()
+            ctx.exit(BUG)
         except KeyboardInterrupt:
             typer.echo("eagle-trace: interrupted; nothing was sealed", err=True)
             ctx.exit(INTERRUPTED)

@@ -17,7 +17,7 @@ from eagle_trace import __version__
 from eagle_trace.checkpoints import checkpoint_facts
 from eagle_trace.errors import HostError, PromptsError, UsageError
 from eagle_trace.manifest import Manifest
-from eagle_trace.prompts import Prompt, prompts_digest
+from eagle_trace.prompts import Prompt, check_tokens, prompts_digest
 from eagle_trace_sglang.deployment import check_deployment, server_arguments
 from eagle_trace_sglang.host import Host
 
@@ -209,6 +209,8 @@ class Server:
     def _tokens(self, request: Request) -> tuple[list[list[int]], list[str]]:
         self._host.send("engine", "tokenize", [asdict(prompt) for prompt in request.prompts])
         token_ids, texts = self._host.receive("engine", "tokens")
+        for prompt, ids in zip(request.prompts, token_ids, strict=True):
+            check_tokens(prompt.key, ids, self._made_by.target["config"], request.max_new_tokens)
         longest = max(len(ids) for ids in token_ids) + request.max_new_tokens
         if self._device == "cpu" and longest > self._options.cache_tokens:
             raise PromptsError(

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from eagle_trace import __version__
 from eagle_trace.capture import LEVELS
+from eagle_trace.checkpoints import read_config
 from eagle_trace.errors import HostError, PromptsError, UsageError
 from eagle_trace.manifest import Manifest
-from eagle_trace.prompts import Prompt, prompts_digest, read_prompts, tokenize
+from eagle_trace.prompts import Prompt, check_tokens, prompts_digest, read_prompts, tokenize
 from eagle_trace.writer import TraceWriter, prepare_output
 from eagle_trace_speculators.replay import Task, open_replay, replay_tasks
 
@@ -199,6 +200,8 @@ def prompt_tasks(prompts: list[Prompt], target: Path | None) -> list[Task]:
     tasks = []
     for number, prompt in enumerate(prompts):
         token_ids = tokenize(prompt, tokenizer)
+        if target is not None:
+            check_tokens(prompt.key, token_ids, read_config(target))
         row = {
             "prompt_id": number,
             "prompt_key": prompt.key,

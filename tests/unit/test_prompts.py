@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from eagle_trace.errors import PromptsError
-from eagle_trace.prompts import Prompt, read_prompts, tokenize
+from eagle_trace.prompts import Prompt, check_tokens, read_prompts, tokenize
 
 
 class Words:
@@ -87,3 +87,12 @@ def test_text_without_a_tokenizer_and_a_template_that_refuses_are_named() -> Non
         tokenize(Prompt("k", messages=({"role": "nobody", "content": ""},)), Words())
     with pytest.raises(PromptsError, match="no tokens"):
         tokenize(Prompt("k", text=" "), Words())
+
+
+def test_tokens_that_the_target_cannot_take_are_named() -> None:
+    config = {"vocab_size": 10, "max_position_embeddings": 5}
+    check_tokens("k", [9, 0, 1], config, 2)
+    with pytest.raises(PromptsError, match=r"prompt k has token id 10, .* ends at 9"):
+        check_tokens("k", [10], config)
+    with pytest.raises(PromptsError, match="6 with its answer"):
+        check_tokens("k", [1, 2, 3], {"text_config": config}, 3)
