@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -36,20 +35,22 @@ def shapes_of(trace: Trace) -> Shapes:
     for site in trace.sites:
         if data := trace.site_data(site):
             seen[site] = {(one.width, one.dtype) for one in data}
-    path = trace.path / "topk.parquet"
-    # a part that an interrupted recording left without its footer holds nothing to compare
-    readable = path.exists() and (trace.sealed or not _unreadable(path))
-    if readable and pq.read_metadata(path).num_rows:
+    if _topk_rows(trace):
         seen |= {site: {(0, "int64")} for site in TOPK_SITES}
     return seen
 
 
-def _unreadable(path: Path) -> bool:
+def _topk_rows(trace: Trace) -> int:
+    """Rows of topk.parquet; none if it is not there, or an interrupted recording left it without its footer."""
+    path = trace.path / "topk.parquet"
+    if not path.exists():
+        return 0
     try:
-        pq.read_metadata(path)
+        return int(pq.read_metadata(path).num_rows)
     except (pa.ArrowInvalid, OSError):
-        return True
-    return False
+        if trace.sealed:
+            raise
+        return 0
 
 
 def check_shapes(
