@@ -1,0 +1,111 @@
+"""What of a forward is kept: sites by name, rows by prompt, root and step.
+
+A selection narrows what is recorded, never what is known about it: shapes of every site are kept all the same, so
+that a site that was left out is not taken for one that the host does not have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eagle_trace.capture import Rows
+from eagle_trace.errors import UsageError
+
+#: half-open ranges of integers; None where a range has no end
+Ranges = tuple[tuple[int, int | None], ...]
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Which captures to keep; an empty field keeps all.
+
+    Attributes:
+        sites: patterns of site names (``fc.*``, ``layer.0.attn.*``), as `fnmatch` reads them.
+        roots: ranges of roots: positions of the prompt (and its answer) that a draft row starts from.
+        steps: ranges of draft steps, 0 being the extend row.
+        prompts: ranges of prompt numbers.
+    """
+
+    sites: tuple[str, ...] = ()
+    roots: Ranges = ()
+    steps: Ranges = ()
+    prompts: Ranges = ()
+
+    @classmethod
+    def parse(
+        cls, *, sites: str | None = None, roots: str | None = None, steps: str | None = None, prompts: str | None = None
+    ) -> Selection:
+        """A selection from comma-separated text, as the command line and the environment give it.
+
+        Args:
+            sites: ``fc.*,logits``.
+            roots: ``0:64,100`` (numbers, or ranges without their end).
+            steps: as `roots`.
+            prompts: as `roots`.
+
+        Raises:
+            UsageError: not of that form.
+        """
+        patterns = tuple(word.strip() for word in (sites or "").split(",") if word.strip())
+        return cls(patterns, parse_ranges(roots), parse_ranges(steps), parse_ranges(prompts))
+
+    @property
+    def all_rows(self) -> bool:
+        """Whether no row is left out."""
+        return not (self.roots or self.steps or self.prompts)
+
+    def wants(self, site: str) -> bool:
+        """Whether the rows of `site` are kept."""
+        return not self.sites or any(fnmatchcase(site, pattern) for pattern in self.sites)
+
+    def mask(self, rows: Rows) -> NDArray[np.bool_]:
+        """Which of `rows` are kept, bool [T]."""
+        kept = np.ones(len(rows), dtype=np.bool_)
+        for column, ranges in ((rows.root, self.roots), (rows.step, self.steps), (rows.prompt_id, self.prompts)):
+            if ranges:
+                kept &= np.any([_inside(column, low, high) for low, high in ranges], axis=0)
+        return kept
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields that leave something out, for the manifest."""
+        return {name: [*value] for name, value in asdict(self).items() if value}
+
+
+def _inside(column: NDArray[np.int32], low: int, high: int | None) -> NDArray[np.bool_]:
+    return (column >= low) & (True if high is None else column < high)
+
+
+def parse_ranges(text: str | None) -> Ranges:
+    """``0:64,100`` as half-open ranges; nothing for None or an empty text.
+
+    Raises:
+        UsageError: a part is neither a number nor a range of two numbers in order.
+    """
+    ranges: list[tuple[int, int | None]] = []
+    for part in (text or "").split(","):
+        low, colon, high = part.strip().partition(":")
+        if not low and not colon:
+            continue
+        try:
+            start = int(low or 0)
+            stop = (int(high) if high else None) if colon else start + 1
+        except ValueError:
+            start, stop = 0, 0
+        if start < 0 or (stop is not None and stop <= start):
+            raise UsageError(f"{part.strip()!r} is no number and no range such as 0:64 (from 0 up to but without 64)")
+        ranges.append((start, stop))
+    return tuple(ranges)
+
+
+def select_prompts(count: int, selection: Selection) -> Sequence[int]:
+    """Numbers of the prompts that are kept, of `count`."""
+    if not selection.prompts:
+        return range(count)
+    inside = [range(low, count if high is None else min(high, count)) for low, high in selection.prompts]
+    return sorted({number for part in inside for number in part})
