@@ -123,6 +123,20 @@ class Hooks:
 
         self._undo.append(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
 
+    def replace(self, owner: Any, name: str, value: Any) -> None:
+        """Make ``owner.name`` be `value`, until it is put back."""
+        original = getattr(owner, name)
+        had_own = name in vars(owner)
+
+        def restore() -> None:
+            if had_own:
+                setattr(owner, name, original)
+            else:
+                delattr(owner, name)
+
+        setattr(owner, name, value)
+        self._undo.append(restore)
+
     def wrap(self, owner: Any, name: str, observe: Callable[[Any, tuple[Any, ...], dict[str, Any]], None]) -> None:
         """Call `observe(result, args, kwargs)` after each call of the function ``owner.name``."""
         original = getattr(owner, name)
@@ -133,16 +147,7 @@ class Hooks:
             observe(result, args, kwargs)
             return result
 
-        had_own = name in vars(owner)
-
-        def restore() -> None:
-            if had_own:
-                setattr(owner, name, original)
-            else:
-                delattr(owner, name)
-
-        setattr(owner, name, wrapper)
-        self._undo.append(restore)
+        self.replace(owner, name, wrapper)
 
     def remove(self) -> None:
         """Take everything off, last hung first."""

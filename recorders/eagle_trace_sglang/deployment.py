@@ -52,12 +52,14 @@ def server_arguments(
     device: str,
     tokens: int,
     extra: Sequence[str],
+    keep_cuda_graphs: bool = False,
 ) -> tuple[list[str], list[str]]:
     """SGLang's command line for a recording, and one sentence for each thing that recording changes.
 
     Args:
         tokens: room in the key/value cache, in tokens (used on CPU, where SGLang cannot work it out).
         extra: the user's own arguments; they come last and win.
+        keep_cuda_graphs: whether SGLang may use its CUDA graphs.
     """
     arguments = {
         "--model-path": str(target),
@@ -71,8 +73,10 @@ def server_arguments(
         "--log-level": "info",
         "--random-seed": "0",
     }
-    changes = ["CUDA graphs off: Python hooks do not run inside a replayed graph"]
-    flags = ["--disable-cuda-graph", "--skip-server-warmup"]
+    flags, changes = ["--skip-server-warmup"], []
+    if not keep_cuda_graphs:
+        flags.append("--disable-cuda-graph")
+        changes.append("CUDA graphs off: Python hooks do not run inside a replayed graph")
     if "--enable-radix-cache" not in extra:
         flags.append("--disable-radix-cache")
         changes.append("prefix cache off: a cached position is not computed, so it could not be recorded")
