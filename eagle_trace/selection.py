@@ -82,6 +82,10 @@ class Selection:
         return {name: value for name, value in text.items() if value}
 
 
+#: leaves nothing out
+EVERYTHING = Selection()
+
+
 def _as_text(ranges: Ranges) -> str:
     return ",".join(f"{low}:{'' if high is None else high}" for low, high in ranges)
 

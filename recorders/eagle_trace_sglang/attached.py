@@ -19,6 +19,9 @@ from eagle_trace_sglang.control import Control, next_place
 from eagle_trace_sglang.orders import Order
 from eagle_trace_sglang.plugin import OUT, PREFIX
 
+#: what the variables may say beside OUT
+ASKED = ("REQUESTS", "MATCH", "SAMPLE", "LEVEL", "MAX_BYTES", "SECONDS", "SITES", "ROOTS", "STEPS", "KEEP_CUDA_GRAPHS")
+VARIABLES = (OUT, *(PREFIX + name for name in ASKED))
 DEFAULT_REQUESTS = 8
 #: how long a server that is shut down may take to seal
 CLOSE_SECONDS = 15.0
@@ -79,8 +82,7 @@ def start(order: Order) -> None:
 
 
 def order_of(environment: Mapping[str, str]) -> Order | None:
-    """What the variables ask for: ``EAGLE_TRACE_`` and OUT, REQUESTS (0: wait to be told), MATCH, SAMPLE, LEVEL,
-    MAX_BYTES, SECONDS, SITES, ROOTS, STEPS, KEEP_CUDA_GRAPHS.
+    """What the `VARIABLES` ask for; ``EAGLE_TRACE_REQUESTS=0`` to wait to be told.
 
     Returns:
         The recording to begin with, or None to wait.

@@ -18,6 +18,7 @@ import psutil
 
 from eagle_trace.errors import HostError, PromptsError, RecordingError
 from eagle_trace_sglang import cpu
+from eagle_trace_sglang.attached import VARIABLES
 from eagle_trace_sglang.engine import ENGINE
 from eagle_trace_sglang.plugin import CPU_KERNELS, OUT, PREFIX
 from eagle_trace_sglang.session import Message, Session
@@ -38,7 +39,7 @@ class Host:
         job = self._session.folder / "job.json"
         job.write_text(json.dumps({"server_args": list(arguments), "target": str(target)}))
         # what the user set for servers of their own does not hold for this one, which waits to be told
-        environment = {name: value for name, value in os.environ.items() if not name.startswith(PREFIX)}
+        environment = {name: value for name, value in os.environ.items() if name not in VARIABLES}
         environment |= self._session.environment | {OUT: str(self._session.folder), f"{PREFIX}REQUESTS": "0"}
         if device == "cpu":
             environment = cpu.cpu_environment(environment) | {CPU_KERNELS: "1"}

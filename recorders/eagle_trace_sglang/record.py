@@ -12,11 +12,9 @@ from typing import Any
 from eagle_trace.errors import HostError, UsageError
 from eagle_trace.prompts import read_prompts
 from eagle_trace.reader import open_trace
-from eagle_trace.selection import Selection, select_prompts
+from eagle_trace.selection import EVERYTHING, Selection, select_prompts
 from eagle_trace.writer import check_output, prepare_output
 from eagle_trace_sglang.requests import Request
-
-ALL = Selection()
 
 Progress = Callable[[str], None]
 
@@ -37,7 +35,7 @@ def record(
     temperature: float = 0.0,
     level: str = "values",
     max_bytes: int | None = None,
-    selection: Selection = ALL,
+    selection: Selection = EVERYTHING,
     keep_cuda_graphs: bool = False,
     force: bool = False,
     sglang_args: Sequence[str] = (),
@@ -113,7 +111,7 @@ def attach(
     max_new_tokens: int = 48,
     batch_size: int = 8,
     temperature: float = 0.0,
-    selection: Selection = ALL,
+    selection: Selection = EVERYTHING,
     force: bool = False,
     progress: Progress = lambda _: None,
     **options: Any,

@@ -13,7 +13,7 @@ from typing import Any
 
 from eagle_trace.errors import HostError, PromptsError, UsageError
 from eagle_trace.prompts import check_tokens
-from eagle_trace.selection import Selection
+from eagle_trace.selection import EVERYTHING, Selection
 from eagle_trace_sglang.deployment import check_deployment, server_arguments
 from eagle_trace_sglang.host import Host
 from eagle_trace_sglang.orders import Order
@@ -21,8 +21,6 @@ from eagle_trace_sglang.requests import Answers, Request
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda")
-
-ALL = Selection()
 
 Progress = Callable[[str], None]
 
@@ -130,7 +128,7 @@ class Server:
         *,
         level: str = "values",
         max_bytes: int | None = None,
-        selection: Selection = ALL,
+        selection: Selection = EVERYTHING,
         keep_cuda_graphs: bool = False,
         argv: Sequence[str] = (),
     ) -> Answers:
