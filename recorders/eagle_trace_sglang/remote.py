@@ -108,8 +108,8 @@ class Remote:
         if self.api_key:
             headers["Authorization"] = f"Bearer {self.api_key}"
         data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self.url.rstrip("/") + path, data, headers, method=method)
         try:
+            request = urllib.request.Request(self.url.rstrip("/") + path, data, headers, method=method)
             return urllib.request.urlopen(request, timeout=timeout)
         except urllib.error.HTTPError as error:
             raise self._refused(path, error) from error
