@@ -7,6 +7,7 @@ import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import cached_property, reduce
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -25,6 +26,7 @@ from eagle_trace.sitedata import (
     append_rows,
     iter_blocks,
     join_shards,
+    match_rows,
     padded_paths,
     read_keys,
     read_statistics,
@@ -41,6 +43,7 @@ __all__ = [
     "Trace",
     "ValueReader",
     "iter_blocks",
+    "match_rows",
     "open_trace",
     "padded_paths",
     "read_keys",
@@ -129,6 +132,13 @@ class Trace:
                 self._lost(str(error))
         table = pa.concat_tables(tables) if tables else schema.empty_table()
         return last_prompts(table) if name == "prompts" else whole_params(table) if name == "params" else table
+
+    def params_by_rank(self) -> list[tuple[Manifest, list[dict[str, Any]]]]:
+        """Rows of the params table as each rank wrote them."""
+        found: dict[int, list[dict[str, Any]]] = {}
+        for writer, part in self._parts("params.parquet"):
+            found.setdefault(writer.rank, []).extend(read_table(part, TABLES["params"]).to_pylist())
+        return [(self._manifests[rank], rows) for rank, rows in found.items()]
 
     @cached_property
     def prompts(self) -> pd.DataFrame:

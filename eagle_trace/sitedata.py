@@ -272,15 +272,14 @@ def read_statistics(data: SiteData) -> Statistics:
     parts = []
     for shard, order in zip(data.shards, data.orders, strict=True):
         found = read_statistics(shard)
-        parts.append((found.norm, found.absmax, found.mean, found.nonfinite, np.full(len(found.norm), shard.width)))
+        parts.append((found.norm, found.absmax, found.mean * shard.width, found.nonfinite))
         if order is not None:
             parts[-1] = tuple(column[order] for column in parts[-1])  # type: ignore[assignment]
-    norm, absmax, mean, nonfinite, width = (np.stack(columns) for columns in zip(*parts, strict=True))
-    finite = width - nonfinite
+    norm, absmax, total, nonfinite = (np.stack(columns) for columns in zip(*parts, strict=True))
     return Statistics(
         np.sqrt((norm**2).sum(axis=0)),
         absmax.max(axis=0),
-        (mean * finite).sum(axis=0) / np.maximum(finite.sum(axis=0), 1),
+        total.sum(axis=0) / data.width,
         nonfinite.sum(axis=0, dtype=np.int32),
     )
 
