@@ -17,6 +17,7 @@ from eagle_trace.errors import HostError, PromptsError, UsageError
 from eagle_trace.manifest import Manifest
 from eagle_trace.prompts import Prompt, check_tokens, prompts_digest, read_prompts, tokenize
 from eagle_trace.selection import EVERYTHING, Selection
+from eagle_trace.store import Place
 from eagle_trace.writer import TraceWriter, prepare_output
 from eagle_trace_speculators.replay import Task, open_replay, replay_tasks
 
@@ -85,7 +86,7 @@ class TrainOptions:
             raise UsageError(f"--out {self.out} is the trace to replay: choose another")
 
 
-def record(*, progress: Progress = lambda _: None, **options: Any) -> Path:
+def record(*, progress: Progress = lambda _: None, **options: Any) -> Place:
     """Record speculators' forward of a draft and return the sealed trace's folder.
 
     Args:
@@ -112,7 +113,7 @@ def record(*, progress: Progress = lambda _: None, **options: Any) -> Path:
         raise
 
 
-def _record(asked: TrainOptions, progress: Progress) -> Path:
+def _record(asked: TrainOptions, progress: Progress) -> Place:
     from eagle_trace_speculators.features import Precision, open_features
     from eagle_trace_speculators.floors import REFERENCE
     from eagle_trace_speculators.forward import threads_for
