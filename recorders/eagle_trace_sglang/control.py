@@ -9,7 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import logging
-import os
+import secrets
 import threading
 import time
 from collections.abc import Callable
@@ -21,7 +21,8 @@ from typing import Any
 from eagle_trace.checkpoints import checkpoint_facts, read_config
 from eagle_trace.errors import CheckpointError, HostError, RecordingError, UsageError
 from eagle_trace.manifest import Manifest
-from eagle_trace.writer import check_output, prepare_output
+from eagle_trace.store import as_place, join
+from eagle_trace.writer import prepare_output
 from eagle_trace_sglang.orders import Order
 from eagle_trace_sglang.plugin import SESSION
 from eagle_trace_sglang.session import Message, Session
@@ -107,8 +108,7 @@ class Control:
                     "(a server started with EAGLE_TRACE_REQUESTS=0 records only when asked)"
                 )
             facts = self.wait_until_armed()
-            check_output(Path(order.out))
-            prepare_output(Path(order.out))
+            prepare_output(as_place(order.out))
             manifest = _manifest(order, facts[0])
             self._last = {}
             self._order = order
@@ -281,8 +281,6 @@ def _checkpoint(path: str) -> dict[str, Any]:
 
 
 def next_place(folder: str) -> str:
-    """A place below `folder` that no trace has yet."""
-    taken = {entry.name for entry in Path(folder).iterdir()} if Path(folder).is_dir() else set()
+    """A place below `folder`, or below a URL, that no trace has yet."""
     stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
-    names = [f"{stamp}.trace", *(f"{stamp}-{number}.trace" for number in range(2, 1000))]
-    return os.path.join(folder, next(name for name in names if name not in taken))  # noqa: PTH118 (may be a URL)
+    return join(as_place(folder), f"{stamp}-{secrets.token_hex(2)}.trace")

@@ -21,6 +21,7 @@ from typing import Any
 from eagle_trace.errors import EagleTraceError
 from eagle_trace.manifest import Manifest
 from eagle_trace.recorder import Hooks
+from eagle_trace.store import as_place
 from eagle_trace.writer import TraceWriter
 from eagle_trace_sglang.graphs import has_graphs, hook_graph_boundaries, run_eagerly
 from eagle_trace_sglang.orders import Order
@@ -139,7 +140,7 @@ class ServeRecorder:
     def _begin(self, order: Order, manifest: Manifest) -> None:
         if self._ending is not None:
             self._ending.join()
-        writer = TraceWriter(Path(order.out), manifest, max_bytes=order.max_bytes)
+        writer = TraceWriter(as_place(order.out), manifest, max_bytes=order.max_bytes)
         for row in self._params():
             writer.put_record("params", row)
         recording = Recording(order, writer, self._target_width, self._worker.hot_token_id)

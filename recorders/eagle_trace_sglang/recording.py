@@ -71,6 +71,8 @@ class Recording:
         if self._admitted.take(request.rid, request.origin_input_ids):
             self._tracker.admit(request.rid, self._admitted.ids[request.rid])
             self._requests[request.rid] = request
+            # written again when it has ended: a server that is killed in between leaves its rows with their prompt
+            self.writer.put_record("prompts", self._prompt(request.rid, request))
 
     def ended(self, request: Any) -> None:
         """A request was answered or aborted."""
@@ -261,9 +263,8 @@ class Recording:
             self.writer.put_record("prompts", row)
         manifest.prompts_digest = prompts_digest([row["prompt_key"] for row in rows])
         manifest.settings |= settings
-        manifest.stopped = manifest.stopped or stopped
         self._note_what_is_missing(rows)
-        self.writer.seal()
+        self.writer.seal(manifest.stopped or stopped)
 
     def _note_what_is_missing(self, prompts: list[dict[str, Any]]) -> None:
         manifest = self.writer.manifest

@@ -18,6 +18,7 @@ from typing import Any, BinaryIO
 from eagle_trace.errors import HostError, PromptsError, RecordingError
 from eagle_trace.prompts import Prompt
 from eagle_trace.reader import open_trace
+from eagle_trace.store import is_url
 from eagle_trace_sglang.requests import Answers, Request, speculation
 
 #: how long a server may take to say what it is doing, and to write a seal
@@ -232,7 +233,7 @@ def _collect(remote: Remote, status: dict[str, Any], out: Path, progress: Progre
     if last.get("outcome") != "sealed":
         raise RecordingError(f"the recording failed, SGLang did not: {last.get('why', 'nothing is known of it')}")
     place = str(last["out"])
-    if "://" in place:
+    if is_url(place):
         return place
     progress(f"fetching {place}")
     remote.fetch(Path(place).name, out)

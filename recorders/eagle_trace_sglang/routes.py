@@ -26,6 +26,7 @@ from pydantic import BaseModel
 
 from eagle_trace.errors import EagleTraceError, TraceNotFoundError, UsageError
 from eagle_trace.selection import Selection, parse_bytes
+from eagle_trace.store import is_url
 from eagle_trace_sglang.admission import Admission
 from eagle_trace_sglang.control import Control, next_place
 from eagle_trace_sglang.orders import Order
@@ -114,7 +115,7 @@ def _refuse(_request: Any, error: Exception) -> JSONResponse:
 
 def _trace(folder: str, name: str) -> Path:
     """The trace `name` below `folder`, which must be on this machine's own disks."""
-    if "://" in folder:
+    if is_url(folder):
         raise UsageError(f"traces of this server lie at {folder}: open them there")
     path = Path(folder) / name
     if Path(name).name != name or not path.is_dir():

@@ -41,7 +41,8 @@ def chain(folder: Path, deployed: Path) -> Iterator[Attached]:
     """A chain of three draft steps, prefix cache and chunked prefill on; records its first two requests by itself."""
     place = folder / "chain"
     place.mkdir()
-    with server(place, TARGET, deployed, "--chunked-prefill-size", "32", EAGLE_TRACE_REQUESTS="2") as running:
+    arguments = ["--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "4", "--chunked-prefill-size", "32"]
+    with server(place, TARGET, deployed, *arguments, EAGLE_TRACE_REQUESTS="2") as running:
         yield running
 
 
