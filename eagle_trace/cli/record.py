@@ -11,6 +11,7 @@ import typer
 
 from eagle_trace.cli.progress import Progress
 from eagle_trace.errors import UsageError
+from eagle_trace.store import Place, as_place
 
 
 class Mode(StrEnum):
@@ -31,11 +32,11 @@ class Level(StrEnum):
 def record(
     mode: Annotated[Mode, typer.Option(help="Which forward: speculators' training forward, or SGLang's draft worker.")],
     draft: Annotated[Path, typer.Option(help="Draft checkpoint: speculators format for train, SGLang's for serve.")],
-    out: Annotated[Path, typer.Option(help="Folder to write the trace to.")],
+    out: Annotated[str, typer.Option(help="Folder to write the trace to, or its URL (s3://bucket/run.trace).")],
     target: Annotated[Path | None, typer.Option(help="Target checkpoint, Hugging Face format.")] = None,
     prompts: Annotated[Path | None, typer.Option(help="JSON lines with prompt, messages or input_ids.")] = None,
     replay: Annotated[
-        Path | None, typer.Option(help="train: take tokens and draft chains from this serve trace.")
+        str | None, typer.Option(help="train: take tokens and draft chains from this serve trace.")
     ] = None,
     features: Annotated[
         str | None,
@@ -62,7 +63,7 @@ def record(
     """Record one side of a draft model into a trace."""
     budget = None if max_bytes is None else parse_bytes(max_bytes)
     common = {
-        "target": target, "draft": draft, "out": out, "prompts": prompts, "dtype": dtype, "device": device,
+        "target": target, "draft": draft, "out": as_place(out), "prompts": prompts, "dtype": dtype, "device": device,
         "level": level.value, "max_bytes": budget, "force": force,
     }  # fmt: skip
     if mode is Mode.serve:
@@ -80,7 +81,8 @@ def record(
         if (prompts is None) == (replay is None):
             raise UsageError("record --mode train needs exactly one of --prompts and --replay")
         own = {
-            "replay": replay, "features": features or ("compute" if target else "serve"), "steps": steps,
+            "replay": None if replay is None else as_place(replay),
+            "features": features or ("compute" if target else "serve"), "steps": steps,
             "argv": list(sys.argv),
         }  # fmt: skip
     from eagle_trace.recorder import find_recorder
@@ -91,7 +93,7 @@ def record(
     typer.echo(_next_command(mode, path, replay, target))
 
 
-def _next_command(mode: Mode, path: Path, replay: Path | None, target: Path | None) -> str:
+def _next_command(mode: Mode, path: Place, replay: str | None, target: Path | None) -> str:
     if mode is Mode.serve:
         return (
             f"Next: eagle-trace record --mode train --target {target} --draft SPECULATORS_DRAFT "

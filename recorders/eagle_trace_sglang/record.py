@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from eagle_trace.errors import HostError
 from eagle_trace.prompts import read_prompts
 from eagle_trace.reader import open_trace
-from eagle_trace.writer import check_output, prepare_output
+from eagle_trace.store import Place
+from eagle_trace.writer import check_output, prepare_output, remove_empty
 from eagle_trace_sglang.server import Request, Server, ServerOptions
 
 
@@ -18,7 +18,7 @@ def record(
     target: Path,
     draft: Path,
     prompts: Path,
-    out: Path,
+    out: Place,
     steps: int = 3,
     topk: int = 1,
     draft_tokens: int | None = None,
@@ -32,14 +32,14 @@ def record(
     sglang_args: Sequence[str] = (),
     argv: Sequence[str] = (),
     progress: Callable[[str], None] = lambda _: None,
-) -> Path:
+) -> Place:
     """Record the serving forward and return the sealed trace's folder.
 
     Args:
         target: target checkpoint, Hugging Face format.
         draft: draft checkpoint as SGLang loads it.
         prompts: prompts file.
-        out: folder of the trace.
+        out: folder of the trace, or its URL.
         steps: draft steps a round.
         topk: branches of the draft tree; 1 is a chain.
         draft_tokens: tokens verified at once; by default steps + 1 for a chain, 8 for a tree.
@@ -70,9 +70,7 @@ def record(
             prepare_output(out, force=force)
             server.record(request, out, level=level, max_bytes=max_bytes, argv=argv)
     except BaseException:
-        # where nothing was recorded, leave no empty folder behind for the next try to stumble over
-        with contextlib.suppress(OSError):
-            out.rmdir()
+        remove_empty(out)
         raise
     if not len(open_trace(out).rows):
         raise HostError(f"SGLang answered, but its draft was never run: {out} holds no rows; is speculation on?")

@@ -119,7 +119,7 @@ class ServeRecorder:
                 self._fail(error)
 
     def _begin(self, out: str, manifest: Manifest, prompts: dict[str, int], max_bytes: int | None) -> None:
-        writer = TraceWriter(Path(out), manifest, max_bytes=max_bytes)
+        writer = TraceWriter(out, manifest, max_bytes=max_bytes)
         for row in self._params():
             writer.put_record("params", row)
         with self._lock:

@@ -18,6 +18,7 @@ from eagle_trace.checkpoints import checkpoint_facts
 from eagle_trace.errors import HostError, PromptsError, UsageError
 from eagle_trace.manifest import Manifest
 from eagle_trace.prompts import Prompt, check_tokens, prompts_digest
+from eagle_trace.store import Place
 from eagle_trace_sglang.deployment import check_deployment, server_arguments
 from eagle_trace_sglang.host import Host
 
@@ -157,7 +158,7 @@ class Server:
     def record(
         self,
         request: Request,
-        out: Path,
+        out: Place,
         *,
         level: str = "values",
         max_bytes: int | None = None,
