@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 from pathlib import Path
@@ -57,6 +58,13 @@ def prepare_output(path: Place, *, force: bool = False, rank: int = 0, ranks: in
         store.make()
     except OSError as error:
         raise RecordingError(f"cannot make the folder {path}: {reason(error)}") from error
+
+
+def remove_empty(path: Place) -> None:
+    """Take away the folder where nothing was recorded, so that the next try does not stumble over it."""
+    if isinstance(path, Path):
+        with contextlib.suppress(OSError):
+            path.rmdir()
 
 
 def _contents(store: Store, *, deep: bool = False) -> list[str]:

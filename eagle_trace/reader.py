@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property, reduce
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ from eagle_trace.sitedata import (
     to_rows,
 )
 from eagle_trace.sites import draft_sites
-from eagle_trace.store import Place, Store, as_place, join, open_store, reason
+from eagle_trace.store import Place, Store, join, open_store, reason
 from eagle_trace.tables import last_prompts, read_table, whole_params
 
 __all__ = [
@@ -66,7 +67,7 @@ class Trace:
         self._store = store
         self._manifests = dict(sorted(manifests.items()))
         self.path: Place = store.place
-        self.manifest = next(iter(self._manifests.values()))
+        self.manifest = _spokesman(list(self._manifests.values()))
         self.sealed = sealed
         self.missing = missing
         self._sites: dict[str, list[SiteData]] = {}
@@ -312,12 +313,13 @@ def open_trace(path: str | Path, *, allow_partial: bool = False) -> Trace:
         TraceError: the place cannot be reached.
         UsageError: the package that knows the place is not installed.
     """
-    store = open_store(as_place(path) if isinstance(path, str) else path)
+    store = open_store(path)
     try:
-        sizes = store.sizes() if store.is_folder() else None
+        sizes = store.sizes()
+        there = bool(sizes) or store.is_folder()
     except OSError as error:
         raise TraceError(f"cannot read {path}: {reason(error)}") from error
-    if sizes is None:
+    if not there:
         raise TraceNotFoundError(f"{path} is not a trace: no such folder")
     manifests, sealed = _manifests(store, sizes)
     first = min(manifests)
@@ -364,6 +366,15 @@ def _manifests(store: Store, names: Collection[str]) -> tuple[dict[int, Manifest
     if len(kinds) > 1:
         raise TraceDamagedError(f"{store.place} holds ranks of different recordings: record the trace again")
     return manifests, sealed
+
+
+def _spokesman(manifests: Sequence[Manifest]) -> Manifest:
+    """The first rank's manifest, with what the others have to add."""
+    first, *others = manifests
+    warnings = [f"rank {one.rank}: {text}" for one in others for text in one.warnings if text not in first.warnings]
+    # each data-parallel rank has prompts of its own: no digest is over all of them
+    alone = all(one.dp_rank == first.dp_rank for one in others)
+    return replace(first, warnings=[*first.warnings, *warnings], prompts_digest=first.prompts_digest if alone else "")
 
 
 def _after_the_end(manifest: Manifest) -> str:

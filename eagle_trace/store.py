@@ -36,6 +36,13 @@ def as_place(text: str) -> Place:
     return text if is_url(text) else Path(text)
 
 
+def same_place(one: Place, other: Place) -> bool:
+    """Whether both name one trace."""
+    if isinstance(one, Path) and isinstance(other, Path):
+        return one.resolve() == other.resolve()
+    return str(one).rstrip("/") == str(other).rstrip("/")
+
+
 def join(place: Place, name: str) -> str:
     """Full name of a file of a trace, for messages and for readers of plain Parquet."""
     return f"{place.rstrip('/')}/{name}" if isinstance(place, str) else str(place / name)
@@ -44,7 +51,7 @@ def join(place: Place, name: str) -> str:
 def reason(error: BaseException) -> str:
     """Why the operating system refused, in its own words and without the path."""
     if isinstance(error, OSError) and error.errno:
-        return f"{os.strerror(error.errno)} (errno {error.errno})"
+        return f"{error.strerror or os.strerror(error.errno)} (errno {error.errno})"
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 

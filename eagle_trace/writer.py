@@ -27,13 +27,13 @@ import pyarrow as pa
 from eagle_trace.capture import LEVELS, Array, Rows, Shard, dtype_name, row_statistics
 from eagle_trace.errors import OutputExistsError, RecordingError, UsageError
 from eagle_trace.manifest import Manifest, open_seal_name, seal_name
-from eagle_trace.output import check_output, prepare_output
+from eagle_trace.output import check_output, prepare_output, remove_empty
 from eagle_trace.parts import Numbers, PartStream, leaves
 from eagle_trace.schema import TABLES, value_schema
 from eagle_trace.store import Place, join, open_store, reason
 from eagle_trace.tables import key_columns, rows_table, topk_table
 
-__all__ = ["Shard", "TraceWriter", "check_output", "prepare_output"]
+__all__ = ["Shard", "TraceWriter", "check_output", "prepare_output", "remove_empty"]
 
 ROW_GROUP_BYTES = 2 << 20
 QUEUE_BYTES = 256 << 20

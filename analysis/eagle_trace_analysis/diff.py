@@ -275,7 +275,8 @@ class _Comparison:
                 more = f"; and {len(found) - _LISTED} more" if len(found) > _LISTED else ""
                 text = "; ".join(one.text for one in found[:_LISTED])
                 self.notes.append(Note("ranks", f"{trace.path}: ranks differ at {text}{more}"))
-        if self.train.manifest.prompts_digest != self.serve.manifest.prompts_digest:
+        digests = {self.train.manifest.prompts_digest, self.serve.manifest.prompts_digest}
+        if len(digests) > 1 and "" not in digests:
             self.notes.append(Note("prompts-digest", "the two sides were recorded on different sets of prompts"))
 
 

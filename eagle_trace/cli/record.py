@@ -11,6 +11,7 @@ import typer
 
 from eagle_trace.cli.progress import Progress
 from eagle_trace.errors import UsageError
+from eagle_trace.store import Place, as_place
 
 
 class Mode(StrEnum):
@@ -30,14 +31,14 @@ class Level(StrEnum):
 
 def record(
     mode: Annotated[Mode, typer.Option(help="Which forward: speculators' training forward, or SGLang's draft worker.")],
-    out: Annotated[Path, typer.Option(help="Folder to write the trace to.")],
+    out: Annotated[str, typer.Option(help="Folder to write the trace to, or its URL (s3://bucket/run.trace).")],
     draft: Annotated[
         Path | None, typer.Option(help="Draft checkpoint: speculators format for train, SGLang's for serve.")
     ] = None,
     target: Annotated[Path | None, typer.Option(help="Target checkpoint, Hugging Face format.")] = None,
     prompts: Annotated[Path | None, typer.Option(help="JSON lines with prompt, messages or input_ids.")] = None,
     replay: Annotated[
-        Path | None, typer.Option(help="train: take tokens and draft chains from this serve trace.")
+        str | None, typer.Option(help="train: take tokens and draft chains from this serve trace.")
     ] = None,
     features: Annotated[
         str | None,
@@ -96,7 +97,7 @@ def record(
     from eagle_trace.selection import Selection, parse_bytes
 
     selection = Selection.parse(sites=sites, roots=roots, steps=only_steps, prompts=only_prompts)
-    common: dict[str, Any] = {"prompts": prompts, "out": out, "level": level.value, "force": force}
+    common: dict[str, Any] = {"prompts": prompts, "out": as_place(out), "level": level.value, "force": force}
     common |= {"selection": selection}
     asking = {"max_new_tokens": max_new_tokens, "batch_size": batch_size, "temperature": temperature}
     name = mode.value
@@ -130,7 +131,8 @@ def record(
         common |= {
             "target": target, "draft": draft, "dtype": dtype, "device": device,
             "max_bytes": parse_bytes(max_bytes) if max_bytes else None,
-            "replay": replay, "features": features or ("compute" if target else "serve"), "steps": steps,
+            "replay": None if replay is None else as_place(replay),
+            "features": features or ("compute" if target else "serve"), "steps": steps,
             "argv": list(sys.argv),
         }  # fmt: skip
 
@@ -145,7 +147,7 @@ def _refuse(wrong: bool, sentence: str) -> None:
         raise UsageError(sentence)
 
 
-def _next_command(mode: Mode, path: str | Path, replay: Path | None, target: Path | None) -> str:
+def _next_command(mode: Mode, path: Place, replay: str | None, target: Path | None) -> str:
     if mode is Mode.serve:
         return (
             f"Next: eagle-trace record --mode train --target {target or 'TARGET'} --draft SPECULATORS_DRAFT "

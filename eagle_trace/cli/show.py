@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from enum import StrEnum
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -20,7 +19,7 @@ class ShowFormat(StrEnum):
 
 
 def show(
-    trace: Annotated[Path, typer.Argument(help="The trace.", show_default=False)],
+    trace: Annotated[str, typer.Argument(help="The trace: a folder, or a URL.", show_default=False)],
     site: Annotated[
         str | None, typer.Option(help="Print one row of this site (with --root).", show_default=False)
     ] = None,

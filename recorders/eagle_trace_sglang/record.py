@@ -13,7 +13,9 @@ from eagle_trace.errors import HostError, UsageError
 from eagle_trace.prompts import read_prompts
 from eagle_trace.reader import open_trace
 from eagle_trace.selection import EVERYTHING, Selection, select_prompts
-from eagle_trace.writer import check_output, prepare_output
+from eagle_trace.store import Place, is_url
+from eagle_trace.writer import check_output, prepare_output, remove_empty
+from eagle_trace_sglang.plugin import OUT
 from eagle_trace_sglang.requests import Request
 
 Progress = Callable[[str], None]
@@ -24,7 +26,7 @@ def record(
     target: Path,
     draft: Path,
     prompts: Path,
-    out: Path,
+    out: Place,
     steps: int = 3,
     topk: int = 1,
     draft_tokens: int | None = None,
@@ -41,14 +43,14 @@ def record(
     sglang_args: Sequence[str] = (),
     argv: Sequence[str] = (),
     progress: Progress = lambda _: None,
-) -> Path:
+) -> Place:
     """Start SGLang, record the serving forward and return the sealed trace's folder.
 
     Args:
         target: target checkpoint, Hugging Face format.
         draft: draft checkpoint as SGLang loads it.
         prompts: prompts file.
-        out: folder of the trace.
+        out: folder of the trace, or its URL.
         steps: draft steps a round.
         topk: branches of the draft tree; 1 is a chain.
         draft_tokens: tokens verified at once; by default steps + 1 for a chain, 8 for a tree.
@@ -100,7 +102,7 @@ def record(
 def attach(
     *,
     url: str,
-    out: Path,
+    out: Place,
     prompts: Path | None = None,
     api_key: str | None = None,
     timeout: float = 600.0,
@@ -115,7 +117,7 @@ def attach(
     force: bool = False,
     progress: Progress = lambda _: None,
     **options: Any,
-) -> str:
+) -> Place:
     """Record in an SGLang server that runs already, and return where the trace is.
 
     That is `out`, to which the trace is fetched, or the server's own place if that is no folder of its machine.
@@ -150,13 +152,17 @@ def attach(
         raise UsageError("--only-prompts chooses lines of a prompts file: give --prompts, or --requests for others'")
     else:
         options |= {"requests": requests, "match": match, "sample": sample}
+    if is_url(out):
+        raise UsageError(
+            f"--attach fetches the trace into a folder here, not to {out}: start the server with EAGLE_TRACE_OUT={out}"
+        )
     check_output(out, force=force)
     with _no_empty_folder(out):
         remote = Remote(url, api_key, timeout)
         remote.status()
         prepare_output(out, force=force)
         body = options | selection.to_text() | {"seconds": seconds}
-        place = record_attached(remote, out, request=request, options=body, progress=progress)
+        place = record_attached(remote, Path(out), request=request, options=body, progress=progress)
     _require_rows(place)
     return place
 
@@ -170,17 +176,16 @@ def _request(prompts: Path, selection: Selection, max_new_tokens: int, batch_siz
 
 
 @contextlib.contextmanager
-def _no_empty_folder(out: Path) -> Any:
+def _no_empty_folder(out: Place) -> Any:
     """Where nothing was recorded, leave no empty folder behind for the next try to stumble over."""
     try:
         yield
     except BaseException:
-        with contextlib.suppress(OSError):
-            out.rmdir()
+        remove_empty(out)
         raise
 
 
-def _require_rows(place: str | Path) -> None:
+def _require_rows(place: Place) -> None:
     trace = open_trace(place)
     left_out = "selection" in trace.manifest.settings
     if not len(trace.rows) and not left_out:

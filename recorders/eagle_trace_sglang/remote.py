@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 from eagle_trace.errors import HostError, PromptsError, RecordingError
 from eagle_trace.prompts import Prompt
 from eagle_trace.reader import open_trace
-from eagle_trace.store import is_url
+from eagle_trace.store import Place, is_url
 from eagle_trace_sglang.requests import Answers, Request, speculation
 
 #: how long a server may take to say what it is doing, and to write a seal
@@ -143,7 +143,7 @@ def record_attached(
     request: Request | None,
     options: dict[str, Any],
     progress: Progress = lambda _: None,
-) -> str:
+) -> Place:
     """Record in a running server and return where the trace is: `out`, or the server's own place.
 
     Args:
@@ -228,7 +228,7 @@ def _wait_for_others(remote: Remote, progress: Progress) -> dict[str, Any]:
     return status
 
 
-def _collect(remote: Remote, status: dict[str, Any], out: Path, progress: Progress) -> str:
+def _collect(remote: Remote, status: dict[str, Any], out: Path, progress: Progress) -> Place:
     last = status["last"]
     if last.get("outcome") != "sealed":
         raise RecordingError(f"the recording failed, SGLang did not: {last.get('why', 'nothing is known of it')}")
@@ -237,4 +237,4 @@ def _collect(remote: Remote, status: dict[str, Any], out: Path, progress: Progre
         return place
     progress(f"fetching {place}")
     remote.fetch(Path(place).name, out)
-    return str(out)
+    return out

@@ -14,6 +14,7 @@ from typing import Any
 from eagle_trace.errors import HostError, PromptsError, UsageError
 from eagle_trace.prompts import check_tokens
 from eagle_trace.selection import EVERYTHING, Selection
+from eagle_trace.store import Place
 from eagle_trace_sglang.deployment import check_deployment, server_arguments
 from eagle_trace_sglang.host import Host
 from eagle_trace_sglang.orders import Order
@@ -124,7 +125,7 @@ class Server:
     def record(
         self,
         request: Request,
-        out: str | Path,
+        out: Place,
         *,
         level: str = "values",
         max_bytes: int | None = None,
