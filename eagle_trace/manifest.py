@@ -18,6 +18,16 @@ OPEN_SEAL = "manifest.partial.json"
 Side = Literal["train", "serve"]
 
 
+def seal_name(rank: int) -> str:
+    """File name of a rank's manifest."""
+    return SEAL if rank == 0 else f"manifest.rank{rank}.json"
+
+
+def open_seal_name(rank: int) -> str:
+    """File name of what stands in for a rank's manifest while it records."""
+    return OPEN_SEAL if rank == 0 else f"manifest.rank{rank}.partial.json"
+
+
 @dataclass
 class Manifest:
     """What made a trace.
@@ -39,6 +49,8 @@ class Manifest:
         created: ISO 8601 time, UTC.
         warnings: what went wrong without spoiling the trace.
         stopped: None, or why recording stopped early (``max-bytes``).
+        rank, ranks: number of the process that wrote this manifest, and how many write into the trace.
+        tp_rank: which part of each sharded site this rank holds; 0 speaks for its group.
         files: rows and bytes of every file, by path relative to the trace.
     """
 
@@ -58,6 +70,9 @@ class Manifest:
     created: str = ""
     warnings: list[str] = field(default_factory=list)
     stopped: str | None = None
+    rank: int = 0
+    ranks: int = 1
+    tp_rank: int = 0
     files: dict[str, dict[str, int]] = field(default_factory=dict)
     format_version: int = FORMAT_VERSION
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -14,8 +14,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from eagle_trace.capture import DTYPES, Array, Rows, Statistics, to_float32
+from eagle_trace.capture import DTYPES, Array, Rows, Shard, Statistics, to_float32
 from eagle_trace.errors import TraceDamagedError, TraceError, TraceNotFoundError, TraceUnsealedError
+from eagle_trace.joining import join_params, join_statistics
 from eagle_trace.manifest import OPEN_SEAL, SEAL, Manifest
 from eagle_trace.schema import KEYS, TABLES
 from eagle_trace.sites import draft_sites
@@ -44,6 +45,9 @@ class SiteData:
         width: elements of a row.
         has_values: whether exact bytes are there (level ``values``).
         groups: row groups in the order the rows were recorded.
+        shard: which part of each row one rank's file holds, if not all of it.
+        parts: where ranks hold a part of each row each, those parts in order; `groups` then has the keys only.
+        replicas: the same rows as other ranks recorded them.
     """
 
     site: str
@@ -51,6 +55,9 @@ class SiteData:
     width: int
     has_values: bool
     groups: tuple[RowGroup, ...]
+    shard: Shard | None = None
+    parts: tuple[SiteData, ...] = ()
+    replicas: tuple[SiteData, ...] = ()
 
     @property
     def rows(self) -> int:
@@ -100,6 +107,9 @@ class Trace:
         if not path.exists():
             return TABLES[name].empty_table()
         try:
+            if name == "params" and self.manifest.ranks > 1:
+                others = [self.path / f"params.rank{rank}.parquet" for rank in range(1, self.manifest.ranks)]
+                return join_params([pq.read_table(one, schema=TABLES[name]) for one in (path, *others)])
             return pq.read_table(path, schema=TABLES[name], use_threads=False)
         except (pa.ArrowInvalid, OSError) as error:
             raise _damaged(path, error) from error
@@ -155,9 +165,13 @@ class Trace:
         found: dict[str, list[SiteData]] = {}
         for folder in sorted((self.path / "values").glob("site=*")):
             site = folder.name.removeprefix("site=")
-            found[site] = _scan_site(
-                site, sorted(folder.glob("*.parquet")), partial=not self.sealed, missing=self.missing
-            )
+            ranks = [
+                _scan_site(
+                    site, sorted(folder.glob(f"rank{rank}-*.parquet")), partial=not self.sealed, missing=self.missing
+                )
+                for rank in range(self.manifest.ranks)
+            ]
+            found[site] = ranks[0] if len(ranks) == 1 else join_ranks(ranks)
         return {site: data for site, data in found.items() if data}
 
     @property
@@ -270,7 +284,7 @@ def _open_file(path: Path) -> pq.ParquetFile:
 
 
 def _scan_site(site: str, paths: list[Path], *, partial: bool, missing: list[str]) -> list[SiteData]:
-    groups: OrderedDict[tuple[str, int, bool], list[RowGroup]] = OrderedDict()
+    groups: OrderedDict[tuple[str, int, bool, Shard | None], list[RowGroup]] = OrderedDict()
     for path in paths:
         try:
             with _open_file(path) as file:
@@ -285,10 +299,28 @@ def _scan_site(site: str, paths: list[Path], *, partial: bool, missing: list[str
         facts = {key.decode().removeprefix("eagle_trace."): value.decode() for key, value in metadata.items()}
         if facts.get("dtype") not in DTYPES or not facts.get("width", "").isdigit():
             raise TraceDamagedError(f"{path} does not say its dtype and width: it was not written by eagle-trace")
-        kind = groups.setdefault((facts["dtype"], int(facts["width"]), has_values), [])
+        shard = Shard(int(facts["shard_index"]), int(facts["shard_count"])) if "shard_count" in facts else None
+        kind = groups.setdefault((facts["dtype"], int(facts["width"]), has_values, shard), [])
         for index, rows in enumerate(counts):
             kind.append(RowGroup(path, index, kind[-1].start + kind[-1].rows if kind else 0, rows))
-    return [SiteData(site, dtype, width, kept, tuple(found)) for (dtype, width, kept), found in groups.items()]
+    return [
+        SiteData(site, dtype, width, kept, tuple(found), shard) for (dtype, width, kept, shard), found in groups.items()
+    ]
+
+
+def join_ranks(ranks: list[list[SiteData]]) -> list[SiteData]:
+    """One site as its ranks recorded it, put together."""
+    joined = []
+    for number, first in enumerate(ranks[0]):
+        same = [data[number] for data in ranks]
+        if first.shard is None:
+            joined.append(replace(first, replicas=tuple(same[1:])))
+            continue
+        parts = {data.shard.index: data for data in same if data.shard is not None}
+        ordered = tuple(parts[index] for index in range(first.shard.count))
+        width = sum(data.width for data in ordered)
+        joined.append(replace(first, width=width, shard=None, parts=ordered))
+    return joined
 
 
 def _read_group(group: RowGroup, columns: list[str] | None) -> pa.Table:
@@ -320,6 +352,8 @@ def read_keys(data: SiteData) -> Rows:
 
 def read_statistics(data: SiteData) -> Statistics:
     """Statistics of all rows of `data`."""
+    if data.parts:
+        return join_statistics([(part.width, read_statistics(part)) for part in data.parts])
     names = ["norm", "absmax", "mean", "nonfinite"]
     table = _read_columns(data, names)
     return Statistics(*(table.column(name).to_numpy() for name in names))
@@ -352,6 +386,7 @@ class ValueReader:
         if not data.has_values:
             raise TraceError(f"site {data.site!r} was recorded at a level without values: record with --level values")
         self.data = data
+        self._parts = [ValueReader(part, cache_bytes // len(data.parts)) for part in data.parts]
         self._dtype = DTYPES[data.dtype]
         self._starts = np.array([group.start for group in data.groups], dtype=np.int64)
         self._cache: OrderedDict[int, Array] = OrderedDict()
@@ -363,6 +398,8 @@ class ValueReader:
         """Rows at `index` (any order), exact dtype, [len(index), width]; a view where they lie side by side."""
         if not len(index):
             return np.empty((0, self.data.width), dtype=self._dtype)
+        if self._parts:
+            return np.concatenate([part.take(index) for part in self._parts], axis=1)
         group_of = np.searchsorted(self._starts, index, side="right") - 1
         first = int(group_of[0])
         if (group_of == first).all():

@@ -20,9 +20,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from eagle_trace.capture import LEVELS, Array, Rows, dtype_name, row_statistics
+from eagle_trace.capture import LEVELS, Array, Rows, Shard, dtype_name, row_statistics
 from eagle_trace.errors import OutputExistsError, RecordingError, UsageError
-from eagle_trace.manifest import OPEN_SEAL, SEAL, Manifest
+from eagle_trace.manifest import OPEN_SEAL, SEAL, Manifest, open_seal_name, seal_name
 from eagle_trace.schema import TABLES, value_schema
 
 ROW_GROUP_BYTES = 2 << 20
@@ -95,17 +95,19 @@ class TraceWriter:
         path: an empty folder (see `prepare_output`).
         manifest: side, level and host must be set; the rest may be filled in until `seal`.
         max_bytes: stop recording once so many bytes of captures were taken; None for no limit.
-        rank: number of this process among those that write into the same trace.
+
+    Of several ranks that write into one trace (see `Manifest.rank`) the one of ``tp_rank`` 0 writes the tables; the
+    others write their values, their parameters and a manifest that seals these.
     """
 
-    def __init__(self, path: Path, manifest: Manifest, *, max_bytes: int | None = None, rank: int = 0) -> None:
+    def __init__(self, path: Path, manifest: Manifest, *, max_bytes: int | None = None) -> None:
         if manifest.level not in LEVELS:
             raise UsageError(f"level must be one of {', '.join(LEVELS)}, not {manifest.level!r}")
         self.path = path
         self.manifest = manifest
         self.failure: BaseException | None = None
         self._max_bytes = max_bytes
-        self._rank = rank
+        self._rank = manifest.rank
         self._taken = 0
         self._pending = 0
         self._room = threading.Condition()
@@ -115,7 +117,7 @@ class TraceWriter:
         self._tables: dict[str, list[dict[str, Any]]] = defaultdict(list)
         self._batches: dict[str, list[pa.RecordBatch]] = defaultdict(list)
         self._table_parts: dict[str, _Part] = {}
-        manifest.write(path, OPEN_SEAL)
+        manifest.write(path, open_seal_name(manifest.rank))
         self._thread = threading.Thread(target=self._run, name="eagle-trace-writer", daemon=True)
         self._thread.start()
 
@@ -133,23 +135,30 @@ class TraceWriter:
 
     def put_rows(self, rows: Rows) -> None:
         """Take the keys of one forward's draft rows."""
-        self._put("rows", rows, 64 * len(rows))
+        if not self._rank:
+            self._put("rows", rows, 64 * len(rows))
 
-    def put_values(self, site: str, rows: Rows, values: Array) -> None:
-        """Take the rows of one site: `values` [T, W] in the host's dtype, owned by the writer from now on."""
+    def put_values(self, site: str, rows: Rows, values: Array, *, shard: Shard | None = None) -> None:
+        """Take the rows of one site: `values` [T, W] in the host's dtype, owned by the writer from now on.
+
+        `shard` says which part of each row they are, where a rank computes only a part.
+        """
         if len(rows) != len(values) or values.ndim != 2:
             raise ValueError(f"{site}: {values.shape} values for {len(rows)} rows")
         if len(rows) and self.manifest.level != "shapes":
-            self._put("values", (site, rows, values), values.nbytes)
+            # what all ranks took together, so that a budget ends with the same call on each
+            self._taken += values.nbytes * (shard.count if shard else 1)
+            self._put("values", (site, rows, values, shard), values.nbytes)
 
     def put_topk(self, rows: Rows, draft_ids: Array, target_ids: Array, logits: Array, logprobs: Array) -> None:
         """Take the best ids of each row: four arrays [T, K], best first."""
-        if len(rows):
+        if len(rows) and not self._rank:
             self._put("topk", (rows, draft_ids, target_ids, logits, logprobs), draft_ids.size * 32)
 
     def put_record(self, table: str, record: Mapping[str, Any]) -> None:
         """Take one row of a small table (prompts, calls, params, rounds, floors) as a mapping of its columns."""
-        self._put("record", (table, dict(record)), 256)
+        if not self._rank or table == "params":
+            self._put("record", (table, dict(record)), 256)
 
     # ---- the end ----------------------------------------------------------------------------------------------
 
@@ -164,8 +173,8 @@ class TraceWriter:
             raise RecordingError(
                 f"recording into {self.path} failed: {self.failure}; what was written stays there, unsealed"
             ) from self.failure
-        self.manifest.write(self.path)
-        (self.path / OPEN_SEAL).unlink()
+        self.manifest.write(self.path, seal_name(self._rank))
+        (self.path / open_seal_name(self._rank)).unlink()
         return self.path
 
     def abort(self, error: BaseException) -> None:
@@ -184,7 +193,6 @@ class TraceWriter:
     def _put(self, kind: str, item: Any, size: int) -> None:
         if self.failure is not None:
             return
-        self._taken += size
         with self._room:
             # one item larger than the whole budget must still get through
             self._room.wait_for(
@@ -257,19 +265,20 @@ class TraceWriter:
     def _write_table(self, table: str, data: pa.Table) -> None:
         part = self._table_parts.get(table)
         if part is None:
-            path = self.path / f"{table}.parquet"
+            name = f"{table}.rank{self._rank}" if self._rank else table
+            path = self.path / f"{name}.parquet"
             part = self._table_parts[table] = _Part(path, pq.ParquetWriter(path, TABLES[table], compression="zstd"))
         part.writer.write_table(data)
         part.rows += len(data)
 
-    def _take_values(self, item: tuple[str, Rows, Array]) -> None:
-        site, rows, values = item
+    def _take_values(self, item: tuple[str, Rows, Array, Shard | None]) -> None:
+        site, rows, values, shard = item
         key = (site, dtype_name(values), values.shape[1])
         buffer = self._sites.get(key)
         if buffer is None:
             level = "values" if self.manifest.level == "values" else "stats"
             folder = self.path / "values" / f"site={site}"
-            buffer = self._sites[key] = _SiteBuffer(value_schema(*key, level), folder)
+            buffer = self._sites[key] = _SiteBuffer(value_schema(*key, level, shard), folder)
         buffer.rows.append(rows)
         buffer.values.append(values)
         buffer.bytes += values.nbytes
