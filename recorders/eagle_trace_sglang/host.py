@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -32,16 +32,16 @@ ARM_SECONDS = 10.0
 class Host:
     """The engine's process, its children, and the connections to engine and recorder. A context manager."""
 
-    def __init__(self, target: Path, arguments: Sequence[str], device: str) -> None:
+    def __init__(self, target: Path, arguments: Sequence[str], device: str, ranks: int = 1) -> None:
         self._session = Session()
         self._connections: dict[str, Connection] = {}
-        self._inbox: dict[str, deque[Message]] = {"engine": deque(), "recorder": deque()}
+        self._inbox: defaultdict[str, deque[Message]] = defaultdict(deque)
         self._stopping = False
         job = self._session.folder / "job.json"
         job.write_text(json.dumps({"server_args": list(arguments), "target": str(target)}))
         environment = os.environ | self._session.environment
         if device == "cpu":
-            environment = cpu.cpu_environment(environment) | {CPU_KERNELS: "1"}
+            environment = cpu.cpu_environment(environment, ranks=ranks) | {CPU_KERNELS: "1"}
         self._log = self._session.folder / "sglang.log"
         with self._log.open("wb") as stream:
             self._process = subprocess.Popen(
@@ -64,7 +64,7 @@ class Host:
             self._session.close()
 
     def send(self, role: str, *message: Any) -> None:
-        """Send a message to ``engine`` or ``recorder``."""
+        """Send a message to ``engine`` or to the recorder of a rank (`session.recorder_role`)."""
         try:
             self._connections[role].send(message)
         except OSError:
@@ -87,7 +87,7 @@ class Host:
         """
         deadline: float | None = None
         while not self._inbox[role]:
-            if role == "recorder" and role not in self._connections:
+            if role != "engine" and role not in self._connections:
                 deadline = deadline or time.monotonic() + ARM_SECONDS
                 if time.monotonic() > deadline:
                     raise HostError(

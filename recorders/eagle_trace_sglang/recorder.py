@@ -3,12 +3,16 @@
 The scheduler's thread runs the hooks, which copy tensors; a whole forward is handed to the writer at once, so that a
 recording that ends between two sites of a call keeps none of that call. A second thread takes orders from `record`.
 
+Under tensor parallelism every rank has a recorder, and each writes the part of the trace that its own rank computed.
+All of them are given the same orders and see the same calls, so their rows are the same without a word between them.
+
 Whatever goes wrong here ends the recording, is reported to `record`, and never reaches SGLang.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,19 +22,24 @@ from typing import Any
 
 import numpy as np
 
-from eagle_trace.capture import Array, Rows
+from eagle_trace.capture import Array, Rows, Shard
+from eagle_trace.errors import RecordingError
 from eagle_trace.manifest import Manifest
 from eagle_trace.recorder import Hooks, best_ids, to_array, to_rows
 from eagle_trace.sites import fused_slices
 from eagle_trace.writer import TraceWriter
 from eagle_trace_sglang.draft_rows import DraftCall, Index, RowTracker, tree_parents
 from eagle_trace_sglang.params import canonical_name, checkpoint_names, loaded_params
-from eagle_trace_sglang.session import connect
-from eagle_trace_sglang.sites import hook_draft
+from eagle_trace_sglang.ranks import draft_place, replicas
+from eagle_trace_sglang.session import connect, recorder_role
+from eagle_trace_sglang.sites import hook_draft, partial_sums, shard_of
 
 TOPK = 10
 #: forward modes of the draft whose rows are data; an idle or prebuilt batch computes nothing of a request
 RECORDED_MODES = ("EXTEND", "MIXED", "DECODE", "DRAFT_EXTEND_V2")
+
+#: how long a rank that is behind may take to end the calls that rank 0 has recorded
+CATCH_UP_SECONDS = 30.0
 
 
 @dataclass
@@ -61,6 +70,8 @@ class ServeRecorder:
         self._worker = worker
         self._model = worker.draft_runner.model
         self._target_width = int(worker.target_worker.model_config.hidden_size)
+        self._rank, self._ranks = draft_place(self._model)
+        self._shards: dict[str, Shard | None] = {}
         self._connection = connection
         self._hooks = Hooks()
         self._lock = threading.Lock()
@@ -71,7 +82,8 @@ class ServeRecorder:
     @classmethod
     def attach(cls, worker: Any) -> ServeRecorder:
         """Connect to `record`, report what was found, and wait for orders in a thread of its own."""
-        connection = connect("recorder")
+        rank, _ = draft_place(worker.draft_runner.model)
+        connection = connect(recorder_role(rank))
         if connection is None:
             raise RuntimeError("armed without a session")
         recorder = cls(worker, connection)
@@ -96,7 +108,9 @@ class ServeRecorder:
             "dtype": str(runner.dtype).removeprefix("torch."),
             "architecture": type(self._model).__name__,
             "algorithm": str(get_spec().speculative_algorithm),
-            "tp_size": int(getattr(runner, "tp_size", 1)),
+            "ranks": self._ranks,
+            "replicas": replicas(self._worker.server_args),
+            "partial_sums": partial_sums(self._model),
             "dropped_keys": sorted(stored[name] for name in set(stored) - known),
             "target_hidden_size": self._target_width,
             "fused_mlp": getattr(getattr(mlp, "dual_gemm", None), "mode", None) is not None,
@@ -119,6 +133,8 @@ class ServeRecorder:
                 self._fail(error)
 
     def _begin(self, out: str, manifest: Manifest, prompts: dict[str, int], max_bytes: int | None) -> None:
+        manifest.rank = manifest.tp_rank = self._rank
+        manifest.ranks = self._ranks
         writer = TraceWriter(Path(out), manifest, max_bytes=max_bytes)
         for row in self._params():
             writer.put_record("params", row)
@@ -150,7 +166,9 @@ class ServeRecorder:
 
         self._hooks.wrap(eagle_worker_v2, "select_top_k_tokens", self._guard(chosen))
 
-    def _finish(self, prompts: list[dict[str, Any]], settings: dict[str, Any]) -> None:
+    def _finish(self, prompts: list[dict[str, Any]], settings: dict[str, Any], calls: int | None = None) -> None:
+        if calls is not None:
+            self._catch_up(calls)
         with self._lock:
             recording, self._recording = self._recording, None
         self._hooks.remove()
@@ -162,6 +180,20 @@ class ServeRecorder:
         recording.writer.manifest.settings |= settings
         recording.writer.seal()
         self._connection.send(("sealed", recording.calls))
+
+    def _catch_up(self, calls: int) -> None:
+        """Wait until this rank has recorded as many calls as rank 0, whose answer comes before other ranks are done.
+
+        Raises:
+            RecordingError: it does not get there.
+        """
+        deadline = time.monotonic() + CATCH_UP_SECONDS
+        while (recording := self._recording) is not None and recording.calls < calls:
+            if time.monotonic() > deadline:
+                raise RecordingError(
+                    f"rank {self._rank} recorded {recording.calls} forwards of the draft where rank 0 recorded {calls}"
+                )
+            time.sleep(0.01)
 
     def _fail(self, error: BaseException) -> None:
         with self._lock:
@@ -210,13 +242,21 @@ class ServeRecorder:
         call = self._call
         if call is None:
             return
-        call.shapes[site] = (list(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+        shape = list(tensor.shape)
+        if (shard := self._shard(site)) is not None:
+            shape[-1] *= shard.count
+        call.shapes[site] = (shape, str(tensor.dtype).removeprefix("torch."))
         recording = self._recording
         if recording is None or recording.writer.manifest.level == "shapes":
             return
         if not call.whole and site != "logits":
             tensor = tensor[_torch_index(call.index, tensor)]
         call.captures[site] = to_rows(tensor)
+
+    def _shard(self, site: str) -> Shard | None:
+        if site not in self._shards:
+            self._shards[site] = shard_of(site, self._model)
+        return self._shards[site]
 
     def _close_call(self) -> None:
         call, self._call = self._call, None
@@ -238,7 +278,7 @@ class ServeRecorder:
                 writer.put_values(name, rows, np.ascontiguousarray(fused[:, columns]))
         logits = call.captures.pop("logits", None)
         for site, values in call.captures.items():
-            writer.put_values(site, rows, values)
+            writer.put_values(site, rows, values, shard=self._shard(site))
         if logits is not None:
             self._write_logits(writer, call, logits)
         shapes = [{"site": site, "shape": shape, "dtype": dtype} for site, (shape, dtype) in call.shapes.items()]
@@ -256,6 +296,8 @@ class ServeRecorder:
             rows = call.rows.take(np.array([row for row, _ in pairs], dtype=np.intp))
             kept = logits[[b for _, b in pairs]]
         writer.put_values("logits", rows, np.ascontiguousarray(kept))
+        if self._rank:
+            return  # logits are gathered, so the best ids are the same on every rank
         draft_ids, scores, logprobs = best_ids(kept, TOPK)
         hot = self._worker.hot_token_id
         target_ids = draft_ids if hot is None else to_array(hot)[draft_ids]
@@ -270,6 +312,12 @@ class ServeRecorder:
     def _record_round(self, result: Any, batch: Any) -> None:
         recording = self._recording
         if recording is None or batch.forward_mode.is_idle() or not recording.writer.accepting:
+            return
+        if self._rank:
+            # rank 0 writes the round down; here it only has to be counted
+            for request in batch.reqs:
+                if request.rid in recording.tracker:
+                    recording.tracker.close_round(request.rid)
             return
         verify = batch.spec_info
         count = int(verify.draft_token_num)

@@ -18,8 +18,15 @@ from eagle_trace.checkpoints import checkpoint_facts
 from eagle_trace.errors import HostError, PromptsError, UsageError
 from eagle_trace.manifest import Manifest
 from eagle_trace.prompts import Prompt, check_tokens, prompts_digest
-from eagle_trace_sglang.deployment import check_deployment, server_arguments
+from eagle_trace_sglang.deployment import (
+    ONE_REPLICA,
+    check_deployment,
+    check_parallelism,
+    server_arguments,
+    tensor_parallel_size,
+)
 from eagle_trace_sglang.host import Host
+from eagle_trace_sglang.session import recorder_role
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda")
@@ -64,9 +71,7 @@ class ServerOptions:
         for name in ("steps", "topk", "verified_tokens"):
             if getattr(self, name) < 1:
                 raise UsageError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(self, name)}")
-        ranks = ("--tp", "--tp-size", "--tensor-parallel-size")
-        if any(word.split("=")[0] in ranks for word in self.sglang_args):
-            raise UsageError("recording one rank of several would keep a part of each site only: record with one GPU")
+        check_parallelism(self.sglang_args)
         return check_deployment(self.target, self.draft)
 
 
@@ -131,14 +136,19 @@ class Server:
         self._made_by.target = checkpoint_facts(options.target, target_config)
         self._made_by.draft = checkpoint_facts(options.draft, draft_config)
         progress("starting SGLang (this takes a while)")
-        self._host = Host(options.target, arguments, device)
+        self._host = Host(options.target, arguments, device, tensor_parallel_size(options.sglang_args))
+        self._recorders = [recorder_role(0)]
 
     def __enter__(self) -> Server:
         self._host.__enter__()
         try:
             packages = self._host.receive("engine", "ready")[0]
             self._made_by.packages = packages | {"eagle-trace": __version__}
-            _take_facts(self._made_by, self._host.receive("recorder", "armed")[0])
+            facts = self._host.receive("recorder", "armed")[0]
+            _take_facts(self._made_by, facts)
+            self._recorders = [recorder_role(rank) for rank in range(facts["ranks"])]
+            for other in self._recorders[1:]:
+                self._host.receive(other, "armed")
         except BaseException as error:
             self._host.__exit__(type(error), error, error.__traceback__)
             raise
@@ -167,8 +177,10 @@ class Server:
         token_ids, texts = self._tokens(request)
         manifest = self._manifest(request, level, argv)
         numbers = {rid: number for number, rid in enumerate(request.rids)}
-        self._host.send("recorder", "begin", str(out), manifest, numbers, max_bytes)
-        self._host.receive("recorder", "recording")
+        for recorder in self._recorders:
+            self._host.send(recorder, "begin", str(out), manifest, numbers, max_bytes)
+        for recorder in self._recorders:
+            self._host.receive(recorder, "recording")
         self._progress(f"recording {len(request.prompts)} prompts")
         answers = self._ask(request, token_ids)
         prompts = [
@@ -183,8 +195,11 @@ class Server:
             }
             for number, (prompt, rid) in enumerate(zip(request.prompts, request.rids, strict=True))
         ]
-        self._host.send("recorder", "finish", prompts, {"server_counts": answers.speculation})
-        self._host.receive("recorder", "sealed")
+        calls = None
+        for recorder in self._recorders:
+            # rank 0, which the answers came from, says how many calls there were
+            self._host.send(recorder, "finish", prompts, {"server_counts": answers.speculation}, calls)
+            calls = self._host.receive(recorder, "sealed")[0]
         self._progress(f"sealed {out}")
         return answers
 
@@ -239,8 +254,8 @@ class Server:
 
 def _take_facts(manifest: Manifest, facts: dict[str, Any]) -> None:
     """What the recorder found inside SGLang, into the manifest."""
-    if facts["tp_size"] != 1:
-        raise UsageError("recording one rank of several would keep a part of each site only: record with one GPU")
+    if facts["replicas"] != 1:
+        raise UsageError(ONE_REPLICA)
     manifest.dtype, manifest.device = facts["dtype"], facts["device"]
     manifest.draft |= {name: facts[name] for name in ("architecture", "dropped_keys")}
     manifest.settings["algorithm"] = facts["algorithm"]
@@ -249,6 +264,9 @@ def _take_facts(manifest: Manifest, facts: dict[str, Any]) -> None:
     for site in ("logits", "topk.draft_id", "topk.target_id"):
         why = "SGLang computes logits for the last row of a prefill only"
         manifest.not_materialised.append({"site": site, "rows": "prefill", "why": why})
+    for site in facts["partial_sums"]:
+        why = "SGLang leaves this sum unfinished on each rank and completes it in a later kernel"
+        manifest.not_materialised.append({"site": site, "rows": "all", "why": why})
     if facts["fused_mlp"]:
         why = "SGLang runs gate, up and activation in one kernel on this GPU"
         manifest.not_materialised += [

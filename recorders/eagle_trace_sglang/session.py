@@ -1,8 +1,8 @@
 """How `record` talks to the processes it started: a Unix socket, and one message at a time.
 
-`record` listens. Two processes connect: the **engine** (which owns SGLang) and the **recorder** (the plugin inside
-SGLang's scheduler process). A message is a tuple whose first element names it. A connection that ends is a process that
-died, so nobody waits for a host that is gone.
+`record` listens. The **engine** connects (which owns SGLang), and a **recorder** for each tensor-parallel rank (the
+plugin inside SGLang's scheduler processes). A message is a tuple whose first element names it. A connection that ends
+is a process that died, so nobody waits for a host that is gone.
 """
 
 from __future__ import annotations
@@ -18,6 +18,11 @@ from typing import Any
 ARMED = "EAGLE_TRACE_SESSION"
 
 Message = tuple[Any, ...]
+
+
+def recorder_role(rank: int) -> str:
+    """Role of the recorder in that rank; rank 0's speaks for the others."""
+    return "recorder" if rank == 0 else f"recorder of rank {rank}"
 
 
 class Session:
@@ -46,7 +51,7 @@ class Session:
         return int(self._socket.fileno())
 
     def accept(self) -> tuple[str, Connection]:
-        """Role (``engine``, ``recorder``) and connection of whoever connects next."""
+        """Role (``engine``, see also `recorder_role`) and connection of whoever connects next."""
         connection: Connection = self._listener.accept()
         return str(connection.recv()), connection
 
