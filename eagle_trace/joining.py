@@ -21,7 +21,7 @@ def join_params(ranks: list[pa.Table]) -> pa.Table:
             whole["shape"][axis] = sum(part["shape"][axis] for part in parts)
             whole["norm"] = float(np.sqrt(sum(part["norm"] ** 2 for part in parts)))
             whole["nonfinite"] = sum(part["nonfinite"] for part in parts)
-            whole["digest"] = None
+            whole["digest"] = ""
         rows.append(whole)
     return pa.Table.from_pylist(rows, schema=TABLES["params"])
 
