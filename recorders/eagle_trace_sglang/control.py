@@ -23,6 +23,7 @@ from eagle_trace.errors import CheckpointError, HostError, RecordingError, Usage
 from eagle_trace.manifest import Manifest
 from eagle_trace.store import as_place, join
 from eagle_trace.writer import prepare_output
+from eagle_trace_sglang.deployment import ONE_REPLICA
 from eagle_trace_sglang.orders import Order
 from eagle_trace_sglang.plugin import SESSION
 from eagle_trace_sglang.session import Message, Session
@@ -212,7 +213,7 @@ class Control:
         with self._changed:
             if name == "armed":
                 rank.facts = arguments[0]
-                self._ranks.sort(key=lambda one: one.facts.get("tp_rank", 0))
+                self._ranks.sort(key=lambda one: one.facts.get("rank", 0))
             rank.said[name] = tuple(arguments)
             failed = any("failed" in one.said for one in self._ranks)
             if self._order is not None and (failed or self._all_said("sealed")):
@@ -228,7 +229,7 @@ class Control:
 
     def _armed(self) -> bool:
         facts = [rank.facts for rank in self._ranks if rank.facts]
-        return bool(facts) and len(facts) >= facts[0]["tp_size"]
+        return bool(facts) and len(facts) >= facts[0]["ranks"] * facts[0]["replicas"]
 
     def _all_said(self, name: str) -> bool:
         said = [name in rank.said or "failed" in rank.said for rank in self._ranks]
@@ -246,8 +247,8 @@ class Control:
 
 def _manifest(order: Order, facts: dict[str, Any]) -> Manifest:
     """What a trace of this server says of itself."""
-    if facts["tp_size"] != 1:
-        raise UsageError("recording one rank of several would keep a part of each site only: record with one GPU")
+    if facts["replicas"] != 1:
+        raise UsageError(ONE_REPLICA)
     manifest = Manifest("serve", order.level, "sglang", packages=dict(facts["packages"]))
     manifest.target, manifest.draft = _checkpoint(facts["target"]), _checkpoint(facts["draft"])
     manifest.dtype, manifest.device = facts["dtype"], facts["device"]
@@ -263,6 +264,9 @@ def _manifest(order: Order, facts: dict[str, Any]) -> Manifest:
     for site in ("logits", "topk.draft_id", "topk.target_id"):
         why = "SGLang computes logits for the last row of a prefill only"
         manifest.not_materialised.append({"site": site, "rows": "prefill", "why": why})
+    for site in facts["partial_sums"]:
+        why = "SGLang leaves this sum unfinished on each rank and completes it in a later kernel"
+        manifest.not_materialised.append({"site": site, "rows": "all", "why": why})
     if facts["fused_mlp"]:
         why = "SGLang runs gate, up and activation in one kernel on this GPU"
         manifest.not_materialised += [

@@ -31,7 +31,7 @@ STOP_SECONDS = 15.0
 class Host:
     """The engine's process, its children, and the connection to it. A context manager."""
 
-    def __init__(self, target: Path, arguments: Sequence[str], device: str) -> None:
+    def __init__(self, target: Path, arguments: Sequence[str], device: str, ranks: int = 1) -> None:
         self._session = Session(ENGINE)
         self._connection: Connection | None = None
         self._inbox: deque[Message] = deque()
@@ -42,7 +42,7 @@ class Host:
         environment = {name: value for name, value in os.environ.items() if name not in VARIABLES}
         environment |= self._session.environment | {OUT: str(self._session.folder), f"{PREFIX}REQUESTS": "0"}
         if device == "cpu":
-            environment = cpu.cpu_environment(environment) | {CPU_KERNELS: "1"}
+            environment = cpu.cpu_environment(environment, ranks=ranks) | {CPU_KERNELS: "1"}
         self._log = self._session.folder / "sglang.log"
         with self._log.open("wb") as stream:
             self._process = subprocess.Popen(

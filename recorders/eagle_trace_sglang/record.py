@@ -153,9 +153,7 @@ def attach(
     else:
         options |= {"requests": requests, "match": match, "sample": sample}
     if is_url(out):
-        raise UsageError(
-            f"--attach fetches the trace into a folder here, not to {out}: start the server with EAGLE_TRACE_OUT={out}"
-        )
+        raise UsageError(f"--attach fetches into a local folder; for traces there, start the server with {OUT}={out}")
     check_output(out, force=force)
     with _no_empty_folder(out):
         remote = Remote(url, api_key, timeout)

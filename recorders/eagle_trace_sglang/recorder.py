@@ -3,6 +3,9 @@
 The scheduler's thread runs the hooks; a second thread takes orders from SGLang's main process, and sealing has a thread
 of its own, so that the scheduler never waits for a disk.
 
+Under tensor parallelism each rank has one of these. All are given the same orders and see the same calls, so their rows
+are the same without a word between them.
+
 Whatever goes wrong here ends the recording, is reported, and never reaches SGLang.
 """
 
@@ -10,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from importlib.metadata import version
@@ -27,9 +31,10 @@ from eagle_trace_sglang.graphs import has_graphs, hook_graph_boundaries, run_eag
 from eagle_trace_sglang.orders import Order
 from eagle_trace_sglang.params import canonical_name, checkpoint_names, loaded_params
 from eagle_trace_sglang.plugin import SESSION
+from eagle_trace_sglang.ranks import draft_place, replicas
 from eagle_trace_sglang.recording import Recording
 from eagle_trace_sglang.session import connect
-from eagle_trace_sglang.sites import hook_draft
+from eagle_trace_sglang.sites import hook_draft, partial_sums
 
 EAGER = (
     "the draft ran eagerly while recording, its CUDA graphs put aside: Python hooks do not run inside a replayed graph"
@@ -38,6 +43,8 @@ KEPT_GRAPHS = (
     "CUDA graphs were kept: of the draft's extend only what enters and leaves its graph was recorded, of the draft's "
     "steps only the tokens"
 )
+#: how long a rank that is behind may take to record what rank 0 has recorded
+CATCH_UP_SECONDS = 30.0
 PACKAGES = ("sglang", "torch", "transformers", "numpy", "eagle-trace")
 
 
@@ -48,6 +55,7 @@ class ServeRecorder:
         self._worker = worker
         self._model = worker.draft_runner.model
         self._target_width = int(worker.target_worker.model_config.hidden_size)
+        self._rank, self._ranks = draft_place(self._model)
         self._connection = connection
         self._sending = threading.Lock()
         self._hooks = Hooks()
@@ -92,8 +100,10 @@ class ServeRecorder:
             "topk": int(self._worker.topk),
             "draft_tokens": int(self._worker.speculative_num_draft_tokens),
             "prefix_cache": not get_memory().disable_radix_cache,
-            "tp_size": int(getattr(runner, "tp_size", 1)),
-            "tp_rank": int(getattr(runner, "tp_rank", 0)),
+            "rank": self._rank,
+            "ranks": self._ranks,
+            "replicas": replicas(self._worker.server_args),
+            "partial_sums": partial_sums(self._model),
             "dropped_keys": sorted(stored[name] for name in set(stored) - known),
             "target_hidden_size": self._target_width,
             "fused_mlp": getattr(getattr(mlp, "dual_gemm", None), "mode", None) is not None,
@@ -140,10 +150,12 @@ class ServeRecorder:
     def _begin(self, order: Order, manifest: Manifest) -> None:
         if self._ending is not None:
             self._ending.join()
+        manifest.rank = manifest.tp_rank = self._rank
+        manifest.ranks = self._ranks
         writer = TraceWriter(as_place(order.out), manifest, max_bytes=order.max_bytes)
         for row in self._params():
             writer.put_record("params", row)
-        recording = Recording(order, writer, self._target_width, self._worker.hot_token_id)
+        recording = Recording(order, writer, self._model, self._target_width, self._worker.hot_token_id)
         if has_graphs(self._worker):
             manifest.changes.append(KEPT_GRAPHS if order.keep_cuda_graphs else EAGER)
         if order.keep_cuda_graphs:
@@ -187,10 +199,19 @@ class ServeRecorder:
         self._hooks.wrap(eagle_worker_v2, "select_top_k_tokens", chosen)
 
     def _finish(self, settings: dict[str, Any], stopped: str | None) -> None:
+        recording = self._recording
+        if recording is not None and stopped is None:
+            self._catch_up(recording)
         self._hooks.remove()
         recording = self._recording
         if recording is not None:  # else it ended by itself or failed, and said so
             self._end(recording, settings, None if recording.done else stopped)
+
+    def _catch_up(self, recording: Recording) -> None:
+        """Wait until this rank has come as far as rank 0, whose answers come before other ranks are done."""
+        deadline = time.monotonic() + CATCH_UP_SECONDS
+        while self._rank and not recording.done and time.monotonic() < deadline:
+            time.sleep(0.01)
 
     def _leave(self) -> None:
         self._hooks.remove()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from eagle_trace.writer import TraceWriter
 from eagle_trace_sglang.admission import Admitted
 from eagle_trace_sglang.draft_rows import DraftCall, Index, RowTracker, tree_parents
 from eagle_trace_sglang.orders import Order
+from eagle_trace_sglang.sites import shard_of
 
 TOPK = 10
 #: forward modes of the draft whose rows are data; an idle or prebuilt batch computes nothing of a request
@@ -46,14 +48,16 @@ class Recording:
     Args:
         order: what to record.
         writer: takes the rows.
+        model: the draft; says which part of a site this rank computes.
         target_width: width of one target layer's features.
         hot_token_id: the worker's draft-to-target map, or None.
     """
 
-    def __init__(self, order: Order, writer: TraceWriter, target_width: int, hot_token_id: Any) -> None:
+    def __init__(self, order: Order, writer: TraceWriter, model: Any, target_width: int, hot_token_id: Any) -> None:
         self.order = order
         self.writer = writer
         self.calls = 0
+        self._shard_of = cache(lambda site: shard_of(site, model))
         self._target_width = target_width
         self._hot_token_id = hot_token_id
         self._admitted = Admitted(order.admission)
@@ -136,7 +140,10 @@ class Recording:
         call = self._call
         if call is None:
             return
-        call.shapes[site] = (list(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+        shard, shape = self._shard_of(site), list(tensor.shape)
+        if shard is not None:
+            shape[-1] *= shard.count
+        call.shapes[site] = (shape, str(tensor.dtype).removeprefix("torch."))
         if self.order.level == "shapes" or not self._wanted(site, tensor.shape[-1]):
             return
         if not call.whole and len(tensor) == len(call.facts.input_ids):
@@ -189,8 +196,9 @@ class Recording:
                 at = rows.take(np.array([row for row, _ in pairs], dtype=np.intp))
                 kept = np.ascontiguousarray(values[[b for _, b in pairs]])
             if wants(site):
-                writer.put_values(site, at, kept)
-            if site == "logits" and wants("topk.draft_id"):
+                writer.put_values(site, at, kept, self._shard_of(site))
+            # logits are gathered, so the best ids are the same on every rank
+            if site == "logits" and wants("topk.draft_id") and not writer.manifest.tp_rank:
                 self._write_topk(at, kept)
         shapes = [{"site": site, "shape": shape, "dtype": dtype} for site, (shape, dtype) in call.shapes.items()]
         record = {"call_id": self.calls, "role": "draft", "mode": facts.mode, "shapes": shapes}
@@ -215,6 +223,12 @@ class Recording:
     def verified(self, result: Any, batch: Any) -> None:
         """A verify round is over: `result` of the worker's `verify`, whose input `batch.spec_info` still is."""
         if batch.forward_mode.is_idle() or not self.writer.accepting:
+            return
+        if self.writer.manifest.tp_rank:
+            # rank 0 writes the round down; here it only has to be counted
+            for request in batch.reqs:
+                if request.rid in self._tracker:
+                    self._tracker.close_round(request.rid)
             return
         verify = batch.spec_info
         count = int(verify.draft_token_num)

@@ -15,7 +15,12 @@ from eagle_trace.errors import HostError, PromptsError, UsageError
 from eagle_trace.prompts import check_tokens
 from eagle_trace.selection import EVERYTHING, Selection
 from eagle_trace.store import Place
-from eagle_trace_sglang.deployment import check_deployment, server_arguments
+from eagle_trace_sglang.deployment import (
+    check_deployment,
+    check_parallelism,
+    server_arguments,
+    tensor_parallel_size,
+)
 from eagle_trace_sglang.host import Host
 from eagle_trace_sglang.orders import Order
 from eagle_trace_sglang.requests import Answers, Request
@@ -64,9 +69,7 @@ class ServerOptions:
         for name in ("steps", "topk", "verified_tokens"):
             if getattr(self, name) < 1:
                 raise UsageError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(self, name)}")
-        ranks = ("--tp", "--tp-size", "--tensor-parallel-size")
-        if any(word.split("=")[0] in ranks for word in self.sglang_args):
-            raise UsageError("recording one rank of several would keep a part of each site only: record with one GPU")
+        check_parallelism(self.sglang_args)
         return check_deployment(self.target, self.draft)
 
 
@@ -102,7 +105,7 @@ class Server:
         self._changes = tuple(changes)
         self._target_config = target_config
         progress("starting SGLang (this takes a while)")
-        self._host = Host(options.target, arguments, device)
+        self._host = Host(options.target, arguments, device, tensor_parallel_size(options.sglang_args))
 
     def __enter__(self) -> Server:
         self._host.__enter__()

@@ -171,7 +171,7 @@ def test_bad_input_is_refused_before_anything_starts(tmp_path: Path, deployed: P
     refused(PromptsError, "cannot read", prompts=tmp_path / "nowhere.jsonl")
     refused(UsageError, "--steps must be", steps=0)
     refused(UsageError, "--dtype must be", dtype="int3")
-    refused(UsageError, "one rank of several", sglang_args=("--tp", "2"))
+    refused(UsageError, "each replica answers other requests", sglang_args=("--tp", "2", "--dp", "2"))
     other = tmp_path / "other"
     other.mkdir()
     config = json.loads((TARGET / "config.json").read_text()) | {"hidden_size": 64}

@@ -83,7 +83,7 @@ def test_what_enters_and_leaves_a_kept_graph_is_recorded(tmp_path: Path) -> None
     out = tmp_path / "s.trace"
     prepare_output(out)
     order = Order(str(out), Admission(requests=2), keep_cuda_graphs=True)
-    recording = Recording(order, TraceWriter(out, Manifest("serve", "values", "sglang")), WIDTH, None)
+    recording = Recording(order, TraceWriter(out, Manifest("serve", "values", "sglang")), None, WIDTH, None)
     for rid in "ab":
         recording.arrived(
             SimpleNamespace(
