@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
+import subprocess
+import sys
 import time
 import urllib.error
 from collections.abc import Callable, Iterator
@@ -17,6 +20,7 @@ import pytest
 
 from eagle_trace import Trace, open_trace
 from eagle_trace.errors import HostError, PromptsError, RecordingError
+from eagle_trace.selection import Selection
 from eagle_trace_analysis import diff
 from eagle_trace_sglang.record import attach
 from tests.support.attached import Attached, server
@@ -163,27 +167,27 @@ def test_an_aborted_request_is_kept_up_to_there(chain: Attached, train: Train) -
 
 
 def test_a_request_that_does_not_end_is_given_up_and_the_others_kept(chain: Attached, tmp_path: Path) -> None:
-    chain.post("/eagle_trace/start", {"requests": 2, "match": "^slow-", "seconds": 3.0})
+    chain.post("/eagle_trace/start", {"requests": 2, "match": "^slow-", "seconds": 1.0})
     with ThreadPoolExecutor(1) as pool:
-        long = pool.submit(chain.generate, TEXTS[0], "slow-0", 1500, ignore_eos=True)
+        long = pool.submit(chain.generate, TEXTS[0], "slow-0", 900, ignore_eos=True)
         chain.wait_until("ready")
         chain.post("/abort_request", {"rid": "slow-0"})
         long.result()
     trace = open_trace(chain.traces[-1])
-    assert trace.manifest.stopped == "time limit (3 s)"
+    assert trace.manifest.stopped == "time limit (1 s)"
     assert len(trace.rows) > 10
 
 
 def test_the_selection_keeps_what_was_chosen_and_every_shape(chain: Attached, tmp_path: Path) -> None:
-    from eagle_trace.selection import Selection
-
-    prompts = write_prompts(tmp_path / "p.jsonl", *({"prompt": text} for text in TEXTS[:3]))
-    selection = Selection.parse(sites="fc.*,logits", roots="5:12", steps="0:2", prompts="0,2")
+    # texts of their own, so that no position comes from the prefix cache
+    texts = ["Zero or more of these", "One at a time, please", "Two of a kind are there"]
+    prompts = write_prompts(tmp_path / "p.jsonl", *({"prompt": text} for text in texts))
+    selection = Selection.parse(sites="fc.*,logits", roots="5:24", steps="0:2", prompts="0,2")
     attach(url=chain.url, prompts=prompts, out=tmp_path / "s.trace", max_new_tokens=8, selection=selection)
     trace = open_trace(tmp_path / "s.trace")
     assert trace.sites == ["fc.in", "fc.out", "logits"]
     assert "layer.0.mlp.act" in trace.shapes
-    assert set(trace.rows.root.tolist()) <= set(range(5, 12))
+    assert set(trace.rows.root.tolist()) <= set(range(5, 24))
     assert set(trace.rows.step.tolist()) <= {0, 1}
     assert len(trace.prompts) == 2
 
@@ -239,3 +243,45 @@ def test_a_killed_scheduler_leaves_a_partial_trace_and_a_clear_word(tree: Attach
             asked.result(120)
     partial = open_trace(tree.traces[-1], allow_partial=True)
     assert not partial.sealed
+
+
+ENGINE = """
+import sys
+import sglang
+
+if __name__ == "__main__":
+    target, draft, out = sys.argv[1:]
+    engine = sglang.Engine(
+        model_path=target, speculative_algorithm="EAGLE3", speculative_draft_model_path=draft,
+        speculative_num_steps=3, speculative_eagle_topk=1, speculative_num_draft_tokens=4, dtype="float32",
+        device="cpu", attention_backend="intel_amx", mem_fraction_static=0.3, max_total_tokens=8192, sleep_on_idle=True,
+    )
+    ask = lambda text: engine.generate(text, {"temperature": 0, "max_new_tokens": 12})
+    from eagle_trace_sglang.attached import control
+    from eagle_trace_sglang.orders import Order
+    ask("def ")
+    assert control().wait_until_ended(60), "it seals by itself"
+    control().start(Order(out + "/again.trace", level="stats", alone=False))
+    ask("class ")
+    control().finish()
+    engine.shutdown()
+"""
+
+
+def test_an_engine_in_the_users_own_process(folder: Path, deployed: Path, train: Train, tmp_path: Path) -> None:
+    from eagle_trace_sglang.cpu import cpu_environment
+    from eagle_trace_sglang.plugin import CPU_KERNELS
+
+    script = tmp_path / "mine.py"
+    script.write_text(ENGINE)
+    out = tmp_path / "recorded"
+    armed = {CPU_KERNELS: "1", "EAGLE_TRACE_OUT": str(out), "EAGLE_TRACE_REQUESTS": "1"}
+    command = [sys.executable, str(script), str(TARGET), str(deployed), str(out)]
+    done = subprocess.run(
+        command, env=cpu_environment(os.environ) | armed, capture_output=True, text=True, timeout=500, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    first, again = sorted(out.iterdir(), key=lambda path: path.name == "again.trace")
+    assert_healthy(train, open_trace(first))
+    assert open_trace(again).manifest.level == "stats"
+    assert len(open_trace(again).prompts) == 1
