@@ -53,9 +53,11 @@ def arm() -> None:
 
         add_routes(app, _require(), os.environ[OUT])
 
+    waiting = [] if order is None else [order]
+
     def ready(*_args: Any, **_kwargs: Any) -> None:
-        if order is not None:
-            start(order)
+        if waiting:
+            start(waiting.pop())
 
     def ending(*_args: Any, **_kwargs: Any) -> None:
         _require().close(CLOSE_SECONDS)
@@ -63,7 +65,9 @@ def arm() -> None:
     HookRegistry.register(f"{HTTP_SERVER}._setup_and_run_http_server", serving, HookType.BEFORE)
     # the server's own warm-up requests are over: whatever comes now is somebody's
     HookRegistry.register(f"{HTTP_SERVER}._wait_and_warmup", ready, HookType.AFTER)
-    HookRegistry.register("sglang.srt.entrypoints.engine.Engine.__init__", ready, HookType.AFTER)
+    # an Engine loads its plugins from inside its constructor, which is too late to be told of its end
+    for name in ("generate", "async_generate"):
+        HookRegistry.register(f"sglang.srt.entrypoints.engine.Engine.{name}", ready, HookType.BEFORE)
     HookRegistry.register("sglang.srt.utils.common.kill_process_tree", ending, HookType.BEFORE)
 
 

@@ -50,6 +50,14 @@ def chain(folder: Path, deployed: Path) -> Iterator[Attached]:
         yield running
 
 
+@pytest.fixture
+def idle(chain: Attached) -> Attached:
+    """The chain, done with what it records by itself."""
+    if chain.status["state"] == "recording":
+        chain.post("/eagle_trace/finish", {})
+    return chain
+
+
 @pytest.fixture(scope="module")
 def tree(folder: Path, deployed: Path) -> Iterator[Attached]:
     """A tree of four branches, eight tokens verified, in bf16; it waits to be told."""
@@ -95,8 +103,8 @@ def test_it_records_the_next_requests_by_itself_then_seals(chain: Attached, trai
     assert_healthy(train, trace)
 
 
-def test_prompts_are_sent_and_the_trace_fetched(chain: Attached, train: Train, tmp_path: Path) -> None:
-    before = chain.traces
+def test_prompts_are_sent_and_the_trace_fetched(idle: Attached, train: Train, tmp_path: Path) -> None:
+    before = idle.traces
     messages = [{"role": "user", "content": "What does return do?"}]
     prompts = write_prompts(
         tmp_path / "p.jsonl",
@@ -105,9 +113,9 @@ def test_prompts_are_sent_and_the_trace_fetched(chain: Attached, train: Train, t
         {"id": "ids", "input_ids": list(b"while True: ")},
         {"id": "chat", "messages": messages},
     )
-    attach(url=chain.url, prompts=prompts, out=tmp_path / "s.trace", max_new_tokens=16, batch_size=1)
+    attach(url=idle.url, prompts=prompts, out=tmp_path / "s.trace", max_new_tokens=16, batch_size=1)
     trace = open_trace(tmp_path / "s.trace")
-    assert chain.traces == before, "it was fetched, so the server need not keep it"
+    assert idle.traces == before, "it was fetched, so the server need not keep it"
     keys = dict(zip(trace.prompts.prompt_key, trace.prompts.index, strict=True))
     assert {"ids", "chat"} <= set(keys)
     assert (trace.calls["mode"] == "EXTEND").sum() > len(trace.prompts), "long prompts are prefilled in chunks"
@@ -127,14 +135,14 @@ def test_prompts_are_sent_and_the_trace_fetched(chain: Attached, train: Train, t
     assert_healthy(train, trace)
 
 
-def test_requests_join_and_leave_and_others_are_left_alone(chain: Attached, train: Train) -> None:
-    chain.post("/eagle_trace/start", {"requests": 8, "match": "^mixed-"})
+def test_requests_join_and_leave_and_others_are_left_alone(idle: Attached, train: Train) -> None:
+    idle.post("/eagle_trace/start", {"requests": 8, "match": "^mixed-"})
     with ThreadPoolExecutor(2) as pool:
         other = pool.submit(ask_many, chain, "other", [20, 9, 14, 5])
         mixed = pool.submit(ask_many, chain, "mixed", [30, 3, 17, 8, 25, 1, 12, 21])
         recorded, _ = mixed.result(), other.result()
-    chain.wait_until("ready")
-    trace = open_trace(chain.traces[-1])
+    idle.wait_until("ready")
+    trace = open_trace(idle.traces[-1])
     assert {rid.split("-")[0] for rid in trace.prompts.request_id} == {"mixed"}
     assert trace.calls.batch_size.max() > 2
     again = ask_many(chain, "again", [30, 3, 17, 8, 25, 1, 12, 21])
@@ -142,48 +150,48 @@ def test_requests_join_and_leave_and_others_are_left_alone(chain: Attached, trai
     assert_healthy(train, trace)
 
 
-def test_sampled_answers_agree_too(chain: Attached, train: Train, tmp_path: Path) -> None:
+def test_sampled_answers_agree_too(idle: Attached, train: Train, tmp_path: Path) -> None:
     prompts = write_prompts(tmp_path / "p.jsonl", *({"prompt": text} for text in TEXTS[:4]))
-    attach(url=chain.url, prompts=prompts, out=tmp_path / "s.trace", max_new_tokens=24, temperature=0.9)
+    attach(url=idle.url, prompts=prompts, out=tmp_path / "s.trace", max_new_tokens=24, temperature=0.9)
     trace = open_trace(tmp_path / "s.trace")
     assert trace.manifest.settings["temperature"] == 0.9
     assert_healthy(train, trace)
 
 
-def test_an_aborted_request_is_kept_up_to_there(chain: Attached, train: Train) -> None:
-    chain.post("/eagle_trace/start", {"requests": 2, "match": "^abort-"})
+def test_an_aborted_request_is_kept_up_to_there(idle: Attached, train: Train) -> None:
+    idle.post("/eagle_trace/start", {"requests": 2, "match": "^abort-"})
     with ThreadPoolExecutor(2) as pool:
-        long = pool.submit(chain.generate, TEXTS[0], "abort-long", 400, ignore_eos=True)
-        short = pool.submit(chain.generate, TEXTS[1], "abort-short", 10)
+        long = pool.submit(idle.generate, TEXTS[0], "abort-long", 400, ignore_eos=True)
+        short = pool.submit(idle.generate, TEXTS[1], "abort-short", 10)
         short.result()
-        chain.post("/abort_request", {"rid": "abort-long"})
+        idle.post("/abort_request", {"rid": "abort-long"})
         long.result()
-    chain.wait_until("ready")
-    trace = open_trace(chain.traces[-1])
+    idle.wait_until("ready")
+    trace = open_trace(idle.traces[-1])
     reasons = dict(zip(trace.prompts.request_id, trace.prompts.finish_reason, strict=True))
     assert reasons["abort-long"] == "abort"
     assert any("aborted" in warning for warning in trace.manifest.warnings)
     assert_healthy(train, trace)
 
 
-def test_a_request_that_does_not_end_is_given_up_and_the_others_kept(chain: Attached, tmp_path: Path) -> None:
-    chain.post("/eagle_trace/start", {"requests": 2, "match": "^slow-", "seconds": 1.0})
+def test_a_request_that_does_not_end_is_given_up_and_the_others_kept(idle: Attached, tmp_path: Path) -> None:
+    idle.post("/eagle_trace/start", {"requests": 2, "match": "^slow-", "seconds": 1.0})
     with ThreadPoolExecutor(1) as pool:
-        long = pool.submit(chain.generate, TEXTS[0], "slow-0", 900, ignore_eos=True)
-        chain.wait_until("ready")
-        chain.post("/abort_request", {"rid": "slow-0"})
+        long = pool.submit(idle.generate, TEXTS[0], "slow-0", 900, ignore_eos=True)
+        idle.wait_until("ready")
+        idle.post("/abort_request", {"rid": "slow-0"})
         long.result()
-    trace = open_trace(chain.traces[-1])
+    trace = open_trace(idle.traces[-1])
     assert trace.manifest.stopped == "time limit (1 s)"
     assert len(trace.rows) > 10
 
 
-def test_the_selection_keeps_what_was_chosen_and_every_shape(chain: Attached, tmp_path: Path) -> None:
+def test_the_selection_keeps_what_was_chosen_and_every_shape(idle: Attached, tmp_path: Path) -> None:
     # texts of their own, so that no position comes from the prefix cache
     texts = ["Zero or more of these", "One at a time, please", "Two of a kind are there"]
     prompts = write_prompts(tmp_path / "p.jsonl", *({"prompt": text} for text in texts))
     selection = Selection.parse(sites="fc.*,logits", roots="5:24", steps="0:2", prompts="0,2")
-    attach(url=chain.url, prompts=prompts, out=tmp_path / "s.trace", max_new_tokens=8, selection=selection)
+    attach(url=idle.url, prompts=prompts, out=tmp_path / "s.trace", max_new_tokens=8, selection=selection)
     trace = open_trace(tmp_path / "s.trace")
     assert trace.sites == ["fc.in", "fc.out", "logits"]
     assert "layer.0.mlp.act" in trace.shapes
@@ -192,20 +200,20 @@ def test_the_selection_keeps_what_was_chosen_and_every_shape(chain: Attached, tm
     assert len(trace.prompts) == 2
 
 
-def test_what_cannot_be_done_is_said(chain: Attached, tmp_path: Path) -> None:
-    chain.post("/eagle_trace/start", {"requests": 1, "match": "^nobody$"})
+def test_what_cannot_be_done_is_said(idle: Attached, tmp_path: Path) -> None:
+    idle.post("/eagle_trace/start", {"requests": 1, "match": "^nobody$"})
     with pytest.raises(urllib.error.HTTPError) as refused:
-        chain.post("/eagle_trace/start", {"requests": 1})
+        idle.post("/eagle_trace/start", {"requests": 1})
     assert "is being recorded" in json.loads(refused.value.read())["error"]
     prompts = write_prompts(tmp_path / "p.jsonl", {"prompt": "A"})
     with pytest.raises(RecordingError, match="is being recorded"):
-        attach(url=chain.url, prompts=prompts, out=tmp_path / "s.trace")
+        attach(url=idle.url, prompts=prompts, out=tmp_path / "s.trace")
     assert not (tmp_path / "s.trace").exists()
-    chain.post("/eagle_trace/finish", {})
-    assert open_trace(chain.traces[-1]).manifest.stopped == "told to stop"
+    idle.post("/eagle_trace/finish", {})
+    assert open_trace(idle.traces[-1]).manifest.stopped == "told to stop"
     endless = write_prompts(tmp_path / "q.jsonl", {"input_ids": [1] * 30000})
     with pytest.raises(PromptsError, match="answered /generate with 400"):
-        attach(url=chain.url, prompts=endless, out=tmp_path / "q.trace")
+        attach(url=idle.url, prompts=endless, out=tmp_path / "q.trace")
     with pytest.raises(HostError, match="cannot reach"):
         attach(url="http://127.0.0.1:9", prompts=prompts, out=tmp_path / "r.trace")
 
