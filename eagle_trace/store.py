@@ -221,11 +221,16 @@ class _LocalStore(Store):
 
     def write(self, name: str, data: bytes) -> None:
         partial = self._root / f".{name}.tmp"
-        with partial.open("wb") as stream:
-            stream.write(data)
-            stream.flush()
-            os.fsync(stream.fileno())
-        partial.replace(self._root / name)
+        try:
+            with partial.open("wb") as stream:
+                stream.write(data)
+                stream.flush()
+                os.fsync(stream.fileno())
+            partial.replace(self._root / name)
+        except OSError:
+            with contextlib.suppress(OSError):
+                partial.unlink(missing_ok=True)
+            raise
 
     def create(self, name: str, data: bytes) -> None:
         with (self._root / name).open("xb") as stream:
