@@ -13,11 +13,12 @@ import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
-
-import pyarrow.parquet as pq
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from eagle_trace.errors import UsageError
+
+if TYPE_CHECKING:
+    import pyarrow.parquet as pq
 
 #: what a caller may name a trace with; a `Path` is local, a text with ``://`` goes to fsspec
 Place = Path | str
@@ -255,6 +256,8 @@ class _LocalStore(Store):
         return _LocalSink(self._root / name)
 
     def parquet(self, name: str, metadata: pq.FileMetaData | None = None, *, mapped: bool = False) -> pq.ParquetFile:
+        import pyarrow.parquet as pq  # not above: naming a trace should not take as long as opening it
+
         return pq.ParquetFile(self._root / name, metadata=metadata, memory_map=mapped)
 
 
@@ -337,6 +340,8 @@ class _RemoteStore(Store):
         return _RemoteSink(self._filesystem, self._path(name))
 
     def parquet(self, name: str, metadata: pq.FileMetaData | None = None, *, mapped: bool = False) -> pq.ParquetFile:  # noqa: ARG002
+        import pyarrow.parquet as pq
+
         with _plain_errors():
             # no read-ahead: Arrow asks for exactly the bytes of a row group, once, in one piece
             stream = self._filesystem.open(self._path(name), "rb", cache_type="none")
