@@ -366,3 +366,29 @@ main()
     assert child.returncode == 143
     assert errors == "eagle-trace: terminated; nothing was sealed\n"
     assert not folder.exists()
+
+
+def test_random_damage_is_an_error_of_ours_or_nothing(tmp_path: Path) -> None:
+    path = Path(write_trace(tmp_path / "t", Side("serve"), make_prompts(1)).path)
+    rng = np.random.default_rng(0)
+    files = [file for file in path.rglob("*.parquet") if file.is_file() and "site=fc.out" in str(file)]
+    files += [file for table in ("rows", "prompts", "calls", "topk") for file in (path / f"{table}.parquet").iterdir()]
+    refused = 0
+    for case in range(150):
+        file = files[case % len(files)]
+        good = file.read_bytes()
+        bad = bytearray(good)
+        for _ in range(4):
+            bad[rng.integers(len(bad) // 2, len(bad))] = rng.integers(256)
+        file.write_bytes(bad)
+        try:
+            trace = open_trace(path)
+            trace.frame("fc.out")
+            render_summary(summary(trace))
+            assert len(trace.rows) >= 0
+            assert len(trace.topk) >= 0
+        except TraceError:
+            refused += 1
+        file.write_bytes(good)
+    assert refused > 100
+    assert open_trace(path).verify() == []
