@@ -38,6 +38,8 @@ TABLES: dict[str, pa.Schema] = {
             ("num_prompt_tokens", pa.int32()),
             ("text", pa.string()),
             ("output_ids", pa.list_(pa.int32())),
+            ("cached_tokens", pa.int32()),
+            ("finish_reason", pa.string()),
         ]
     ),
     "rows": pa.schema(KEYS),

@@ -6,12 +6,20 @@ SGLang's fused kernels write in place (norms overwrite both their inputs, rotati
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
+from eagle_trace.capture import Shard
 from eagle_trace.recorder import Hooks
+from eagle_trace_sglang.ranks import key_value_heads, place
 
 Capture = Callable[[str, Any], None]
+
+#: sites of a layer that each tensor-parallel rank computes a part of, by what splits them; all others are whole
+QUERY_HEADS = ("attn.q", "attn.q_rope", "attn.context")
+KEY_VALUE_HEADS = ("attn.k", "attn.k_rope", "attn.v")
+INTERMEDIATE = ("mlp.gate", "mlp.up", "mlp.act")
 
 
 def _first(output: Any) -> Any:
@@ -22,14 +30,15 @@ def _first(output: Any) -> Any:
 def hook_draft(hooks: Hooks, model: Any, capture: Capture) -> list[str]:
     """Hang `capture` into every site of a loaded draft; returns the sites this model has no place for.
 
-    `fused`, token and position come with the call itself, not from a module.
+    `fused`, token and position come with the call itself, not from a module. A site of `partial_sums` has no place.
     """
     inner = model.model
-    missing: list[str] = []
+    missing = partial_sums(model)
 
     def after(module: Any, site: str, pick: Callable[[Any], Any] = _first) -> None:
         if module is None:
             missing.append(site)
+        if site in missing:
             return
         hooks.after(module, lambda _module, _args, output: capture(site, pick(output)))
 
@@ -85,3 +94,40 @@ def _hook_layer(hooks: Hooks, n: int, layer: Any, after: Callable[..., None], ca
     after(mlp.gate_up_proj, f"{at}.mlp.up", lambda output: _first(output)[..., _first(output).shape[-1] // 2 :])
     after(mlp.act_fn, f"{at}.mlp.act")
     after(mlp.down_proj, f"{at}.mlp.out")
+
+
+def shard_of(site: str, model: Any) -> Shard | None:
+    """Which part of a site's last axis this rank computes; None where every rank computes all of it.
+
+    Features, `fc`, norms and the residual stream are the same on every rank; the embedding is summed over ranks, so are
+    the output and down projections (see `partial_sums`), and logits are gathered before they leave the model.
+    """
+    match = re.fullmatch(r"layer\.(\d+)\.(.+)", site)
+    if match is None:
+        return None
+    layer, part = model.model.layers[int(match.group(1))], match.group(2)
+    if part in QUERY_HEADS:
+        shard = Shard(*place(layer.self_attn.qkv_proj))
+    elif part in KEY_VALUE_HEADS:
+        shard = key_value_heads(layer.self_attn.qkv_proj)
+    elif part in INTERMEDIATE:
+        shard = Shard(*place(layer.mlp.gate_up_proj))
+    else:
+        return None
+    return shard if shard.count > 1 else None
+
+
+def partial_sums(model: Any) -> list[str]:
+    """Sites that this model leaves unsummed on each rank, for a later kernel to add up over the ranks.
+
+    What their modules return is a term of the site and not the site, so they cannot be recorded.
+    """
+    found = []
+    for n, layer in enumerate(model.model.layers):
+        outputs = {"attn.out": layer.self_attn.o_proj, "mlp.out": layer.mlp.down_proj}
+        found += [
+            f"layer.{n}.{part}"
+            for part, linear in outputs.items()
+            if place(linear)[1] > 1 and not linear.reduce_results
+        ]
+    return found

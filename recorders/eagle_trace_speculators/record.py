@@ -15,6 +15,7 @@ from eagle_trace.checkpoints import read_config
 from eagle_trace.errors import HostError, PromptsError, UsageError
 from eagle_trace.manifest import Manifest
 from eagle_trace.prompts import Prompt, check_tokens, prompts_digest, read_prompts, tokenize
+from eagle_trace.selection import EVERYTHING, Selection
 from eagle_trace.store import Place, same_place
 from eagle_trace.writer import TraceWriter, prepare_output, remove_empty
 from eagle_trace_speculators.replay import Task, open_replay, replay_tasks
@@ -64,6 +65,7 @@ class TrainOptions:
     device: str = "auto"
     level: str = "values"
     max_bytes: int | None = None
+    selection: Selection = EVERYTHING
     force: bool = False
     argv: list[str] | tuple[str, ...] = ()
 

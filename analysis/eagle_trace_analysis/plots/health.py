@@ -18,7 +18,7 @@ from eagle_trace_analysis.rowwise import open_traces
 Float64 = NDArray[np.float64]
 
 _STATUS = {
-    "same": ("same bytes on both sides", style.GREEN, "circle"),
+    "same": ("the same on both sides", style.GREEN, "circle"),
     "differ": ("values differ", style.RED, "x"),
     "dtype": ("another dtype", style.BLUE, "diamond"),
     "one side": ("on one side only", style.PURPLE, "triangle-right"),
