@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal
 
 from eagle_trace.capture import LEVELS
-from eagle_trace.errors import TraceDamagedError, TraceVersionError
+from eagle_trace.errors import TraceDamagedError, TraceNotFoundError, TraceVersionError
 from eagle_trace.store import Store, join
 
 FORMAT_VERSION = 1
 SEAL = "manifest.json"
 #: stands in for the seal while recording: what was being made, and which rows of which file are whole
 OPEN_SEAL = "manifest.partial.json"
+
+_ATTEMPTS = 10
 
 Side = Literal["train", "serve"]
 
@@ -93,6 +97,10 @@ class Manifest:
 
     def to_json(self) -> str:
         """The manifest as indented JSON text."""
+        for _ in range(_ATTEMPTS):
+            # the recorder may add a setting or a warning just now, from a thread of its own
+            with contextlib.suppress(RuntimeError):
+                return json.dumps(asdict(self), indent=1, ensure_ascii=False) + "\n"
         return json.dumps(asdict(self), indent=1, ensure_ascii=False) + "\n"
 
     def to_bytes(self) -> bytes:
@@ -143,6 +151,40 @@ def read_manifest(store: Store, name: str) -> Manifest:
         return Manifest.from_json(store.read(name), where)
     except OSError as error:
         raise TraceDamagedError(f"{where} cannot be read ({error}): record the trace again") from error
+
+
+def read_manifests(store: Store, names: Collection[str]) -> tuple[dict[int, Manifest], set[int]]:
+    """The manifest of each rank that has one among the files `names`, and which of them are seals.
+
+    Raises:
+        TraceNotFoundError: there is none.
+        TraceDamagedError, TraceVersionError: see `Manifest.from_json`; or they are not of one recording.
+    """
+    seals = [found for name in names if (found := rank_of_seal(name))]
+    sealed = {rank for rank, is_seal in seals if is_seal}
+    if not seals:
+        raise TraceNotFoundError(f"{store.place} is not a trace: it has no {SEAL}")
+    manifests = {}
+    for rank in sorted({rank for rank, _ in seals}):
+        name = seal_name(rank) if rank in sealed else open_seal_name(rank)
+        manifest = manifests[rank] = read_manifest(store, name)
+        if manifest.rank != rank:
+            raise TraceDamagedError(
+                f"{join(store.place, name)} is the manifest of rank {manifest.rank}: it was renamed"
+            )
+    kinds = {(one.side, one.level, one.ranks) for one in manifests.values()}
+    if len(kinds) > 1:
+        raise TraceDamagedError(f"{store.place} holds ranks of different recordings: record the trace again")
+    return manifests, sealed
+
+
+def spokesman(manifests: Sequence[Manifest]) -> Manifest:
+    """The first rank's manifest, with what the others have to add."""
+    first, *others = manifests
+    warnings = [f"rank {one.rank}: {text}" for one in others for text in one.warnings if text not in first.warnings]
+    # each data-parallel rank has prompts of its own: no digest is over all of them
+    alone = all(one.dp_rank == first.dp_rank for one in others)
+    return replace(first, warnings=[*first.warnings, *warnings], prompts_digest=first.prompts_digest if alone else "")
 
 
 def _text(value: Any) -> bool:

@@ -92,4 +92,7 @@ def _refuse_running(store: Store, name: str) -> None:
         os.kill(int(pid), 0)
     except (OSError, ValueError, OverflowError, TraceError):
         return
-    raise OutputExistsError(f"process {pid} is recording into {store.place}: end it first, or choose another --out")
+    raise OutputExistsError(
+        f"process {pid} is recording into {store.place}: "
+        "end it first, or choose another --out (if it is something else that has this number by now, remove the folder)"
+    )

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import cached_property, reduce
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from numpy.typing import NDArray
 
 from eagle_trace.capture import Rows, Shard, Statistics, to_float32
 from eagle_trace.errors import TraceDamagedError, TraceError, TraceNotFoundError, TraceUnsealedError
-from eagle_trace.manifest import SEAL, Manifest, open_seal_name, rank_of_seal, read_manifest, seal_name
+from eagle_trace.manifest import Manifest, read_manifests, spokesman
 from eagle_trace.schema import KEYS, STATISTICS, TABLES
 from eagle_trace.sitedata import (
     PartFile,
@@ -35,7 +34,7 @@ from eagle_trace.sitedata import (
     to_rows,
 )
 from eagle_trace.sites import draft_sites
-from eagle_trace.store import Place, Store, join, open_store, reason
+from eagle_trace.store import Place, Store, open_store, reason
 from eagle_trace.tables import last_prompts, read_table, whole_params
 
 __all__ = [
@@ -67,7 +66,7 @@ class Trace:
         self._store = store
         self._manifests = dict(sorted(manifests.items()))
         self.path: Place = store.place
-        self.manifest = _spokesman(list(self._manifests.values()))
+        self.manifest = spokesman(list(self._manifests.values()))
         self.sealed = sealed
         self.missing = missing
         self._sites: dict[str, list[SiteData]] = {}
@@ -321,7 +320,7 @@ def open_trace(path: str | Path, *, allow_partial: bool = False) -> Trace:
         raise TraceError(f"cannot read {path}: {reason(error)}") from error
     if not there:
         raise TraceNotFoundError(f"{path} is not a trace: no such folder")
-    manifests, sealed = _manifests(store, sizes)
+    manifests, sealed = read_manifests(store, sizes)
     first = min(manifests)
     ranks = max(manifest.ranks for manifest in manifests.values())
     missing = []
@@ -346,35 +345,6 @@ def open_trace(path: str | Path, *, allow_partial: bool = False) -> Trace:
         )
     missing += damaged
     return Trace(store, manifests, sealed=not missing, missing=missing)
-
-
-def _manifests(store: Store, names: Collection[str]) -> tuple[dict[int, Manifest], set[int]]:
-    """The manifest of each rank, and which of them are seals."""
-    seals = [found for name in names if (found := rank_of_seal(name))]
-    sealed = {rank for rank, is_seal in seals if is_seal}
-    if not seals:
-        raise TraceNotFoundError(f"{store.place} is not a trace: it has no {SEAL}")
-    manifests = {}
-    for rank in sorted({rank for rank, _ in seals}):
-        name = seal_name(rank) if rank in sealed else open_seal_name(rank)
-        manifest = manifests[rank] = read_manifest(store, name)
-        if manifest.rank != rank:
-            raise TraceDamagedError(
-                f"{join(store.place, name)} is the manifest of rank {manifest.rank}: it was renamed"
-            )
-    kinds = {(one.side, one.level, one.ranks) for one in manifests.values()}
-    if len(kinds) > 1:
-        raise TraceDamagedError(f"{store.place} holds ranks of different recordings: record the trace again")
-    return manifests, sealed
-
-
-def _spokesman(manifests: Sequence[Manifest]) -> Manifest:
-    """The first rank's manifest, with what the others have to add."""
-    first, *others = manifests
-    warnings = [f"rank {one.rank}: {text}" for one in others for text in one.warnings if text not in first.warnings]
-    # each data-parallel rank has prompts of its own: no digest is over all of them
-    alone = all(one.dp_rank == first.dp_rank for one in others)
-    return replace(first, warnings=[*first.warnings, *warnings], prompts_digest=first.prompts_digest if alone else "")
 
 
 def _after_the_end(manifest: Manifest) -> str:

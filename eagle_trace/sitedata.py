@@ -65,8 +65,10 @@ class PartFile:
         """Some columns of some row groups, or of all the rows that belong to the trace."""
         with self.open() as file, self.reading():
             if groups is not None:
-                return file.read_row_groups(groups, columns=columns, use_threads=False)
-            return file.read(columns=columns, use_threads=False).slice(0, self.rows)
+                table = file.read_row_groups(groups, columns=columns, use_threads=False)
+            else:
+                table = file.read(columns=columns, use_threads=False).slice(0, self.rows)
+            return table.select(columns)
 
 
 class _Reading:
@@ -77,7 +79,8 @@ class _Reading:
         return None
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        if isinstance(error, (OSError, pa.ArrowException)):
+        # a footer that parses may still name columns or text that are not there
+        if isinstance(error, (OSError, pa.ArrowException, ValueError, KeyError)):
             raise TraceDamagedError(
                 f"{self._part} cannot be read as Parquet ({reason(error)}): record the trace again"
             ) from error
@@ -158,9 +161,11 @@ def scan(
 
 def _facts(part: PartFile) -> tuple[str, int, bool, Shard | None]:
     """Dtype, width, whether values are there, and which shard a part holds."""
-    schema = part.metadata.schema.to_arrow_schema()
-    given = schema.metadata or {}
-    facts = {key.decode().removeprefix("eagle_trace."): value.decode() for key, value in given.items()}
+    metadata = part.metadata
+    with part.reading():
+        schema = metadata.schema.to_arrow_schema()
+        given = schema.metadata or {}
+        facts = {key.decode().removeprefix("eagle_trace."): value.decode() for key, value in given.items()}
     index, slash, count = facts.get("shard", "0/1").partition("/")
     numbers = [facts.get("width", ""), index, count]
     if facts.get("dtype") not in DTYPES or not slash or not all(one.isdecimal() for one in numbers):

@@ -13,11 +13,12 @@ import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
-
-import pyarrow.parquet as pq
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from eagle_trace.errors import UsageError
+
+if TYPE_CHECKING:
+    import pyarrow.parquet as pq
 
 #: what a caller may name a trace with; a `Path` is local, a text with ``://`` goes to fsspec
 Place = Path | str
@@ -221,11 +222,16 @@ class _LocalStore(Store):
 
     def write(self, name: str, data: bytes) -> None:
         partial = self._root / f".{name}.tmp"
-        with partial.open("wb") as stream:
-            stream.write(data)
-            stream.flush()
-            os.fsync(stream.fileno())
-        partial.replace(self._root / name)
+        try:
+            with partial.open("wb") as stream:
+                stream.write(data)
+                stream.flush()
+                os.fsync(stream.fileno())
+            partial.replace(self._root / name)
+        except OSError:
+            with contextlib.suppress(OSError):
+                partial.unlink(missing_ok=True)
+            raise
 
     def create(self, name: str, data: bytes) -> None:
         with (self._root / name).open("xb") as stream:
@@ -250,6 +256,8 @@ class _LocalStore(Store):
         return _LocalSink(self._root / name)
 
     def parquet(self, name: str, metadata: pq.FileMetaData | None = None, *, mapped: bool = False) -> pq.ParquetFile:
+        import pyarrow.parquet as pq  # not above: naming a trace should not take as long as opening it
+
         return pq.ParquetFile(self._root / name, metadata=metadata, memory_map=mapped)
 
 
@@ -332,6 +340,8 @@ class _RemoteStore(Store):
         return _RemoteSink(self._filesystem, self._path(name))
 
     def parquet(self, name: str, metadata: pq.FileMetaData | None = None, *, mapped: bool = False) -> pq.ParquetFile:  # noqa: ARG002
+        import pyarrow.parquet as pq
+
         with _plain_errors():
             # no read-ahead: Arrow asks for exactly the bytes of a row group, once, in one piece
             stream = self._filesystem.open(self._path(name), "rb", cache_type="none")

@@ -65,14 +65,17 @@ def read_table(part: PartFile, schema: pa.Schema) -> pa.Table:
     Raises:
         TraceDamagedError: it cannot be read.
     """
-    there = set(part.metadata.schema.to_arrow_schema().names)
+    metadata = part.metadata
     with part.reading():
+        there = set(metadata.schema.to_arrow_schema().names)
         table = part.read(None, [name for name in schema.names if name in there])
         columns = [
             table.column(field.name).cast(field.type) if field.name in there else pa.nulls(len(table), field.type)
             for field in schema
         ]
-        return pa.Table.from_arrays(columns, schema=schema)
+        table = pa.Table.from_arrays(columns, schema=schema)
+        table.validate(full=True)  # text that is no UTF-8 would fail far from here
+        return table
 
 
 def last_prompts(table: pa.Table) -> pa.Table:

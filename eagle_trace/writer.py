@@ -8,6 +8,7 @@ plus one row group a site.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import socket
@@ -25,8 +26,8 @@ import numpy as np
 import pyarrow as pa
 
 from eagle_trace.capture import LEVELS, Array, Rows, Shard, dtype_name, row_statistics
-from eagle_trace.errors import OutputExistsError, RecordingError, UsageError
-from eagle_trace.manifest import Manifest, open_seal_name, seal_name
+from eagle_trace.errors import OutputExistsError, RecordingError, TraceError, UsageError
+from eagle_trace.manifest import Manifest, open_seal_name, read_manifest, seal_name
 from eagle_trace.output import check_output, prepare_output, remove_empty
 from eagle_trace.parts import Numbers, PartStream, leaves
 from eagle_trace.schema import TABLES, value_schema
@@ -169,7 +170,11 @@ class TraceWriter:
         """Wait until all that was taken so far is in whole files: whether it is, within `timeout` seconds."""
         done = threading.Event()
         self._queue.put(("flush", done, 0))
-        return self._thread.is_alive() and done.wait(timeout) and self.failure is None
+        give_up = None if timeout is None else time.monotonic() + timeout
+        while not done.wait(0.05):
+            if not self._thread.is_alive() or (give_up is not None and time.monotonic() > give_up):
+                return False
+        return self.failure is None
 
     # ---- the end ----------------------------------------------------------------------------------------------
 
@@ -209,8 +214,7 @@ class TraceWriter:
 
     def abort(self, error: BaseException) -> None:
         """Stop recording because of `error`; what was taken so far stays on disk, unsealed."""
-        if self.failure is None:
-            self.manifest.stopped = reason(error)
+        self.manifest.stopped, self.manifest.recorder = reason(error), ""
         self._stop()
         if self.failure is None:
             self.failure = error
@@ -255,6 +259,12 @@ class TraceWriter:
         self._guarded(self._save)
         for stream in self._streams.values():
             stream.discard()
+        if self.failure is not None:
+            # what was saved last stays as it is, but says why it ends there and that nobody is at work any more
+            with contextlib.suppress(OSError, TraceError):
+                saved = read_manifest(self._store, open_seal_name(self.manifest.rank))
+                saved.recorder, saved.stopped = "", reason(self.failure)
+                saved.write(self._store, open_seal_name(saved.rank))
 
     def _guarded(self, work: Callable[[], None]) -> None:
         if self.failure is not None:
