@@ -142,6 +142,9 @@ class TraceWriter:
         if shard is not None and not 0 <= shard.index < shard.count:
             raise ValueError(f"{site}: there is no part {shard.index} of {shard.count}")
         if len(rows) and self.manifest.level != "shapes":
+            if self.failure is None:
+                # of whole rows, and of nothing that only one rank writes: ranks must stop before the same call
+                self._taken += values.nbytes * (shard.count if shard else 1)
             self._put("values", (site, self._numbered(rows), values, shard), values.nbytes)
 
     def put_topk(self, rows: Rows, draft_ids: Array, target_ids: Array, logits: Array, logprobs: Array) -> None:
@@ -229,7 +232,6 @@ class TraceWriter:
     def _put(self, kind: str, item: Any, size: int) -> None:
         if self.failure is not None:
             return
-        self._taken += size
         with self._room:
             # one item larger than the whole budget must still get through
             self._room.wait_for(

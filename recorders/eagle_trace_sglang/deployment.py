@@ -10,10 +10,10 @@ from eagle_trace.checkpoints import read_config
 from eagle_trace.errors import CheckpointError, UsageError
 
 TENSOR_PARALLEL = ("--tp", "--tp-size", "--tensor-parallel-size")
-DATA_PARALLEL = ("--dp", "--dp-size", "--data-parallel-size")
+DATA_PARALLEL = ("--dp", "--dp-size", "--data-parallel-size", "--attn-dp-size")
 ONE_REPLICA = (
     "with data parallelism each replica answers other requests, and only one would be recorded: "
-    "record without --dp-size and --enable-dp-attention"
+    "record without --dp-size, --attn-dp-size and --enable-dp-attention"
 )
 
 

@@ -122,6 +122,28 @@ def test_shards_are_put_together(tmp_path: Path, tp: int) -> None:
         assert trace.frame(site).columns.tolist() == plain.frame(site).columns.tolist()
 
 
+def test_a_budget_ends_before_the_same_call_on_every_rank(tmp_path: Path) -> None:
+    prepare_output(tmp_path / "t")
+    kept = []
+    for rank, ranks in ((0, 1), (0, 2), (1, 2)):
+        writer = TraceWriter(tmp_path / f"{ranks}", manifest(rank, ranks, tp=rank), max_bytes=500)
+        calls = 0
+        while writer.accepting:
+            rows = rows_of(np.arange(3), calls)
+            writer.put_rows(rows)
+            writer.put_values("fc.out", rows, WHOLE["fc.out"][:3])
+            part = np.split(WHOLE["layer.0.attn.q"][:3], ranks, axis=1)[rank]
+            writer.put_values("layer.0.attn.q", rows, part.copy(), Shard(rank, ranks) if ranks > 1 else None)
+            writer.put_topk(rows, *(np.zeros((3, 10)) for _ in range(4)))
+            calls += 1
+        writer.seal()
+        kept.append(calls)
+    assert kept == [4, 4, 4]  # 144 bytes of values a call
+    trace = open_trace(tmp_path / "2")
+    assert trace.manifest.stopped == "max-bytes"
+    assert check_ranks(trace) == []
+
+
 def test_shards_in_another_order_are_matched_by_their_keys(tmp_path: Path) -> None:
     trace = record_all(tmp_path / "t", 2, order=RNG.permutation(COUNT))
     assert_whole(trace)
