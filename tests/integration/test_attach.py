@@ -138,14 +138,14 @@ def test_prompts_are_sent_and_the_trace_fetched(idle: Attached, train: Train, tm
 def test_requests_join_and_leave_and_others_are_left_alone(idle: Attached, train: Train) -> None:
     idle.post("/eagle_trace/start", {"requests": 8, "match": "^mixed-"})
     with ThreadPoolExecutor(2) as pool:
-        other = pool.submit(ask_many, chain, "other", [20, 9, 14, 5])
-        mixed = pool.submit(ask_many, chain, "mixed", [30, 3, 17, 8, 25, 1, 12, 21])
+        other = pool.submit(ask_many, idle, "other", [20, 9, 14, 5])
+        mixed = pool.submit(ask_many, idle, "mixed", [30, 3, 17, 8, 25, 1, 12, 21])
         recorded, _ = mixed.result(), other.result()
     idle.wait_until("ready")
     trace = open_trace(idle.traces[-1])
     assert {rid.split("-")[0] for rid in trace.prompts.request_id} == {"mixed"}
     assert trace.calls.batch_size.max() > 2
-    again = ask_many(chain, "again", [30, 3, 17, 8, 25, 1, 12, 21])
+    again = ask_many(idle, "again", [30, 3, 17, 8, 25, 1, 12, 21])
     assert [one["text"] for one in recorded] == [one["text"] for one in again]
     assert_healthy(train, trace)
 
