@@ -14,11 +14,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from eagle_trace.capture import DTYPES, Array, Rows, Statistics, to_float32
+from eagle_trace.capture import DTYPES, Array, Rows, Statistics, row_statistics, to_float32
 from eagle_trace.errors import TraceDamagedError, TraceError, TraceNotFoundError, TraceUnsealedError
 from eagle_trace.manifest import OPEN_SEAL, SEAL, Manifest
 from eagle_trace.schema import KEYS, TABLES
 from eagle_trace.sites import draft_sites
+from eagle_trace.sketch import buckets, sketch, stored_dtype, unscale
 
 CACHE_BYTES = 256 << 20
 OPEN_FILES = 8
@@ -44,6 +45,7 @@ class SiteData:
         width: elements of a row.
         has_values: whether exact bytes are there (level ``values``).
         groups: row groups in the order the rows were recorded.
+        has_sketch: whether sketches are there (level ``sketch``).
     """
 
     site: str
@@ -51,6 +53,7 @@ class SiteData:
     width: int
     has_values: bool
     groups: tuple[RowGroup, ...]
+    has_sketch: bool = False
 
     @property
     def rows(self) -> int:
@@ -197,14 +200,26 @@ class Trace:
         data = self._one(site)
         return to_float32(ValueReader(data).take(np.arange(data.rows)))
 
-    def frame(self, site: str) -> pd.DataFrame:
-        """All rows of a site as a frame: keys, statistics, and `values` (one float32 array a row) where kept."""
+    def sketch(self, site: str) -> NDArray[np.float32]:
+        """Sketches of all rows of a site (`eagle_trace.sketch`), float32 [rows, min(64, width)], in recorded order.
+
+        At level ``values`` they are made from the values.
+
+        Raises:
+            TraceError: no rows of this site, the site changes its shape, or the trace's level keeps no sketches.
+        """
         data = self._one(site)
+        return SketchReader(data).take(np.arange(data.rows))
+
+    def frame(self, site: str) -> pd.DataFrame:
+        """All rows of a site as a frame: keys, statistics, and `values` or `sketch` (a float32 array a row) as kept."""
+        data = self._one(site)
+        kept = {"values": data.has_values, "sketch": data.has_sketch}
         tables = [_read_group(group, None) for group in data.groups]
-        table = pa.concat_tables(tables)
-        frame = _frame(table.drop_columns(["values"]) if data.has_values else table)
-        if data.has_values:
-            frame["values"] = list(self.values(site))
+        frame = _frame(pa.concat_tables(tables).drop_columns([name for name, there in kept.items() if there]))
+        for name, read in (("values", self.values), ("sketch", self.sketch)):
+            if kept[name]:
+                frame[name] = list(read(site))
         return frame
 
 
@@ -270,13 +285,13 @@ def _open_file(path: Path) -> pq.ParquetFile:
 
 
 def _scan_site(site: str, paths: list[Path], *, partial: bool, missing: list[str]) -> list[SiteData]:
-    groups: OrderedDict[tuple[str, int, bool], list[RowGroup]] = OrderedDict()
+    groups: OrderedDict[tuple[str, int, bool, bool], list[RowGroup]] = OrderedDict()
     for path in paths:
         try:
             with _open_file(path) as file:
                 metadata = file.schema_arrow.metadata or {}
                 counts = [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
-                has_values = "values" in file.schema_arrow.names
+                kept = tuple(name in file.schema_arrow.names for name in ("values", "sketch"))
         except TraceDamagedError as error:
             if not partial:
                 raise
@@ -285,10 +300,13 @@ def _scan_site(site: str, paths: list[Path], *, partial: bool, missing: list[str
         facts = {key.decode().removeprefix("eagle_trace."): value.decode() for key, value in metadata.items()}
         if facts.get("dtype") not in DTYPES or not facts.get("width", "").isdigit():
             raise TraceDamagedError(f"{path} does not say its dtype and width: it was not written by eagle-trace")
-        kind = groups.setdefault((facts["dtype"], int(facts["width"]), has_values), [])
+        kind = groups.setdefault((facts["dtype"], int(facts["width"]), *kept), [])
         for index, rows in enumerate(counts):
             kind.append(RowGroup(path, index, kind[-1].start + kind[-1].rows if kind else 0, rows))
-    return [SiteData(site, dtype, width, kept, tuple(found)) for (dtype, width, kept), found in groups.items()]
+    return [
+        SiteData(site, dtype, width, values, tuple(found), sketch)
+        for (dtype, width, values, sketch), found in groups.items()
+    ]
 
 
 def _read_group(group: RowGroup, columns: list[str] | None) -> pa.Table:
@@ -351,8 +369,13 @@ class ValueReader:
     def __init__(self, data: SiteData, cache_bytes: int = CACHE_BYTES) -> None:
         if not data.has_values:
             raise TraceError(f"site {data.site!r} was recorded at a level without values: record with --level values")
+        self._open(data, "values", data.dtype, data.width, cache_bytes)
+
+    def _open(self, data: SiteData, column: str, dtype: str, width: int, cache_bytes: int) -> None:
         self.data = data
-        self._dtype = DTYPES[data.dtype]
+        self._column = column
+        self._width = width
+        self._dtype = DTYPES[dtype]
         self._starts = np.array([group.start for group in data.groups], dtype=np.int64)
         self._cache: OrderedDict[int, Array] = OrderedDict()
         self._cached_bytes = 0
@@ -362,7 +385,7 @@ class ValueReader:
     def take(self, index: NDArray[np.integer]) -> Array:
         """Rows at `index` (any order), exact dtype, [len(index), width]; a view where they lie side by side."""
         if not len(index):
-            return np.empty((0, self.data.width), dtype=self._dtype)
+            return np.empty((0, self._width), dtype=self._dtype)
         group_of = np.searchsorted(self._starts, index, side="right") - 1
         first = int(group_of[0])
         if (group_of == first).all():
@@ -373,7 +396,7 @@ class ValueReader:
                 return array[start : start + len(local)]
             picked: Array = array[local]
             return picked
-        out = np.empty((len(index), self.data.width), dtype=self._dtype)
+        out = np.empty((len(index), self._width), dtype=self._dtype)
         for group in np.unique(group_of):
             where = np.flatnonzero(group_of == group)
             out[where] = self._group(int(group))[index[where] - self._starts[group]]
@@ -386,10 +409,10 @@ class ValueReader:
         group = self.data.groups[number]
         try:
             # one column: handing it to Arrow's thread pool would cost more than the copy itself
-            column = self._file(group.path).read_row_group(group.index, ["values"], use_threads=False).column("values")
+            column = self._file(group.path).read_row_group(group.index, [self._column], use_threads=False).column(0)
         except (pa.ArrowInvalid, OSError) as error:
             raise _damaged(group.path, error) from error
-        chunks = [_decode(chunk, self._dtype, self.data.width) for chunk in column.chunks]
+        chunks = [_decode(chunk, self._dtype, self._width) for chunk in column.chunks]
         array = chunks[0] if len(chunks) == 1 else np.concatenate(chunks)
         self._cache[number] = array
         self._cached_bytes += array.nbytes
@@ -414,6 +437,35 @@ def _decode(chunk: pa.FixedSizeBinaryArray, dtype: np.dtype[np.generic], width: 
     size = width * dtype.itemsize
     flat = np.frombuffer(chunk.buffers()[1], dtype=np.uint8, count=len(chunk) * size, offset=chunk.offset * size)
     return flat.view(dtype).reshape(len(chunk), width)
+
+
+class SketchReader:
+    """Random access to the sketches of one site, as recorded or made from its values; memory like `ValueReader`'s.
+
+    Raises:
+        TraceError: the site was recorded at a level below ``sketch``.
+    """
+
+    def __init__(self, data: SiteData, cache_bytes: int = CACHE_BYTES) -> None:
+        if not (data.has_sketch or data.has_values):
+            raise TraceError(f"site {data.site!r} was recorded at a level without sketches: record with --level sketch")
+        self.width = buckets(data.width)
+        self._norm = read_statistics(data).norm
+        self._values = ValueReader(data, cache_bytes) if data.has_values else _Sketches(data, cache_bytes)
+
+    def take(self, index: NDArray[np.integer]) -> NDArray[np.float32]:
+        """Sketches of the rows at `index` (any order), float32 [len(index), min(64, width)]."""
+        rows = self._values.take(index)
+        if not isinstance(self._values, _Sketches):
+            rows = sketch(rows, row_statistics(rows))
+        return unscale(rows, self._norm[index])
+
+
+class _Sketches(ValueReader):
+    """Random access to recorded sketches as stored."""
+
+    def __init__(self, data: SiteData, cache_bytes: int) -> None:
+        self._open(data, "sketch", stored_dtype(data.dtype), buckets(data.width), cache_bytes)
 
 
 def iter_blocks(data: SiteData, rows: int = 4096) -> Iterator[Array]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pyarrow as pa
 
 from eagle_trace.capture import DTYPES
+from eagle_trace.sketch import buckets, stored_dtype
 
 KEYS = [
     ("prompt_id", pa.int32()),
@@ -115,9 +116,13 @@ TABLES: dict[str, pa.Schema] = {
 
 
 def value_schema(site: str, dtype: str, width: int, level: str) -> pa.Schema:
-    """Schema of one file below ``values/site=.../`` at `level` (``stats`` or ``values``)."""
+    """Schema of one file below ``values/site=.../`` at `level` (``stats``, ``sketch`` or ``values``)."""
     columns = [*KEYS, *STATISTICS]
+    metadata = {"site": site, "dtype": dtype, "width": str(width), "level": level}
+    if level == "sketch":
+        stored = stored_dtype(dtype)
+        columns.append(("sketch", pa.binary(buckets(width) * DTYPES[stored].itemsize)))
+        metadata["sketch_dtype"] = stored
     if level == "values":
         columns.append(("values", pa.binary(width * DTYPES[dtype].itemsize)))
-    metadata = {"site": site, "dtype": dtype, "width": str(width), "level": level}
     return pa.schema(columns, metadata={f"eagle_trace.{key}": value for key, value in metadata.items()})

@@ -20,16 +20,27 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from eagle_trace.capture import LEVELS, Array, Rows, dtype_name, row_statistics
+from eagle_trace.capture import DTYPES, LEVELS, Array, Rows, dtype_name
 from eagle_trace.errors import OutputExistsError, RecordingError, UsageError
 from eagle_trace.manifest import OPEN_SEAL, SEAL, Manifest
 from eagle_trace.schema import TABLES, value_schema
+from eagle_trace.sketch import Reduced, buckets, reduce_rows, stored_dtype
 
 ROW_GROUP_BYTES = 2 << 20
+#: the same where no values are kept: rows are small there, and a killed host should not lose many more of them
+REDUCED_GROUP_BYTES = 512 << 10
+#: bytes of rows that are reduced together at the levels that keep no values: many small batches cost more in calls
+REDUCE_BYTES = 512 << 10
+#: bytes of a row's keys and statistics, roughly, before compression
+KEY_BYTES = 64
 FIRST_PART_BYTES = 1 << 20
 LARGEST_PART_BYTES = 64 << 20
 QUEUE_BYTES = 256 << 20
 TABLE_ROWS = 1 << 14
+
+STATISTICS = ("norm", "absmax", "mean", "nonfinite")
+#: columns of exact bytes
+BLOBS = ("sketch", "values")
 
 
 @dataclass
@@ -44,14 +55,51 @@ class _Part:
 
 @dataclass
 class _SiteBuffer:
-    """Rows of one (site, dtype, width) that wait for their row group, and the part they go to."""
+    """Rows of one (site, dtype, width) that wait for their row group, and the part they go to.
+
+    `values` are rows as they came, `reduced` those before them whose values are gone already.
+    """
 
     schema: pa.Schema
     folder: Path
+    dtype: str
+    level: str
     rows: list[Rows] = field(default_factory=list)
+    reduced: list[Reduced] = field(default_factory=list)
     values: list[Array] = field(default_factory=list)
     bytes: int = 0
     part: _Part | None = None
+
+    def add(self, rows: Rows, values: Array | Reduced) -> None:
+        """Take rows of the site."""
+        self.rows.append(rows)
+        if isinstance(values, Reduced):
+            self.reduce()
+            self.reduced.append(values)
+            return
+        self.values.append(values)
+        self.bytes += values.nbytes
+        if self.level != "values" and self.bytes >= REDUCE_BYTES:
+            self.reduce()
+
+    def reduce(self) -> None:
+        """Make what the trace keeps out of the values that wait."""
+        if self.values:
+            values = self.joined()
+            self.reduced.append(reduce_rows(values, self.dtype, sketched=self.level == "sketch"))
+            self.values.clear()
+            self.bytes = 0
+
+    def joined(self) -> Array:
+        """The values that wait, [T, W]."""
+        return np.ascontiguousarray(np.concatenate(self.values) if len(self.values) > 1 else self.values[0])
+
+    @property
+    def full(self) -> bool:
+        """Whether there is enough for a row group."""
+        if self.level == "values":
+            return self.bytes >= ROW_GROUP_BYTES
+        return sum(KEY_BYTES * len(one) + one.nbytes for one in self.reduced) >= REDUCED_GROUP_BYTES
 
 
 def check_output(path: Path, *, force: bool = False) -> None:
@@ -135,12 +183,23 @@ class TraceWriter:
         """Take the keys of one forward's draft rows."""
         self._put("rows", rows, 64 * len(rows))
 
-    def put_values(self, site: str, rows: Rows, values: Array) -> None:
-        """Take the rows of one site: `values` [T, W] in the host's dtype, owned by the writer from now on."""
-        if len(rows) != len(values) or values.ndim != 2:
-            raise ValueError(f"{site}: {values.shape} values for {len(rows)} rows")
+    def put_values(self, site: str, rows: Rows, values: Array | Reduced) -> None:
+        """Take the rows of one site: `values` [T, W] in the host's dtype, owned by the writer from now on.
+
+        Below level ``values`` they may also come reduced (`eagle_trace.recorder.capture_rows`).
+        """
+        if len(rows) != len(values) or not (isinstance(values, Reduced) or values.ndim == 2):
+            raise ValueError(f"{site}: {len(values)} rows of values for {len(rows)} rows")
         if len(rows) and self.manifest.level != "shapes":
-            self._put("values", (site, rows, values), values.nbytes)
+            self._put("values", (site, rows, values), values.nbytes, kept=self._kept_bytes(values))
+
+    def _kept_bytes(self, values: Array | Reduced) -> int:
+        """What rows will take on disk, roughly: the byte budget is one of the trace, not of the tensors."""
+        if self.manifest.level == "values" or isinstance(values, Reduced):
+            return values.nbytes
+        sketched = self.manifest.level == "sketch"
+        stored = DTYPES[stored_dtype(dtype_name(values))].itemsize * buckets(values.shape[1]) if sketched else 0
+        return len(values) * (KEY_BYTES + stored)
 
     def put_topk(self, rows: Rows, draft_ids: Array, target_ids: Array, logits: Array, logprobs: Array) -> None:
         """Take the best ids of each row: four arrays [T, K], best first."""
@@ -181,10 +240,10 @@ class TraceWriter:
 
     # ---- the background thread --------------------------------------------------------------------------------
 
-    def _put(self, kind: str, item: Any, size: int) -> None:
+    def _put(self, kind: str, item: Any, size: int, kept: int | None = None) -> None:
         if self.failure is not None:
             return
-        self._taken += size
+        self._taken += size if kept is None else kept
         with self._room:
             # one item larger than the whole budget must still get through
             self._room.wait_for(
@@ -262,44 +321,46 @@ class TraceWriter:
         part.writer.write_table(data)
         part.rows += len(data)
 
-    def _take_values(self, item: tuple[str, Rows, Array]) -> None:
+    def _take_values(self, item: tuple[str, Rows, Array | Reduced]) -> None:
         site, rows, values = item
-        key = (site, dtype_name(values), values.shape[1])
+        reduced = isinstance(values, Reduced)
+        key = (site, values.dtype, values.width) if reduced else (site, dtype_name(values), values.shape[1])
         buffer = self._sites.get(key)
         if buffer is None:
-            level = "values" if self.manifest.level == "values" else "stats"
             folder = self.path / "values" / f"site={site}"
-            buffer = self._sites[key] = _SiteBuffer(value_schema(*key, level), folder)
-        buffer.rows.append(rows)
-        buffer.values.append(values)
-        buffer.bytes += values.nbytes
-        if buffer.bytes >= ROW_GROUP_BYTES:
+            level = self.manifest.level
+            buffer = self._sites[key] = _SiteBuffer(value_schema(*key, level), folder, key[1], level)
+        buffer.add(rows, values)
+        if buffer.full:
             self._flush_site(site, buffer)
 
     def _flush_site(self, site: str, buffer: _SiteBuffer) -> None:
         if not buffer.rows:
             return
         rows = Rows.concatenate(buffer.rows)
-        values = np.ascontiguousarray(np.concatenate(buffer.values) if len(buffer.values) > 1 else buffer.values[0])
+        blob = buffer.joined() if buffer.level == "values" else None
+        buffer.reduce()
+        reduced = Reduced.concatenate(buffer.reduced)
         buffer.rows.clear()
-        buffer.values.clear()
-        buffer.bytes = 0
+        buffer.reduced.clear()
         columns = _key_columns(rows)
-        statistics = row_statistics(values)
-        columns |= {name: pa.array(getattr(statistics, name)) for name in ("norm", "absmax", "mean", "nonfinite")}
-        if "values" in buffer.schema.names:
-            field_type = buffer.schema.field("values").type
-            data = pa.py_buffer(values.view(np.uint8))
-            columns["values"] = pa.FixedSizeBinaryArray.from_buffers(field_type, len(rows), [None, data])
+        columns |= {name: pa.array(getattr(reduced.statistics, name)) for name in STATISTICS}
+        blob = reduced.sketch if blob is None else blob
+        if blob is not None:
+            field_type = buffer.schema.field(buffer.level).type
+            data = pa.py_buffer(blob.view(np.uint8))
+            columns[buffer.level] = pa.FixedSizeBinaryArray.from_buffers(field_type, len(rows), [None, data])
         part = self._open_part(site, buffer)
+        size = KEY_BYTES * len(rows) if blob is None else blob.nbytes
         part.writer.write_table(
             pa.Table.from_arrays([columns[name] for name in buffer.schema.names], schema=buffer.schema),
             # a long prompt arrives in one piece: a reader should not need memory for all of it at once
-            row_group_size=-(-len(rows) // max(1, values.nbytes // ROW_GROUP_BYTES)),
+            row_group_size=-(-len(rows) // max(1, size // ROW_GROUP_BYTES)),
         )
         part.rows += len(rows)
-        part.bytes += values.nbytes if "values" in buffer.schema.names else 64 * len(rows)
-        if part.bytes >= min(FIRST_PART_BYTES << (2 * self._parts_of[site]), LARGEST_PART_BYTES):
+        part.bytes += size
+        first = FIRST_PART_BYTES if buffer.level == "values" else REDUCED_GROUP_BYTES // 2
+        if part.bytes >= min(first << (2 * self._parts_of[site]), LARGEST_PART_BYTES):
             self._close(part)
             buffer.part = None
 
@@ -308,14 +369,14 @@ class TraceWriter:
             buffer.folder.mkdir(parents=True, exist_ok=True)
             path = buffer.folder / f"rank{self._rank}-{self._parts_of[site]:05d}.parquet"
             self._parts_of[site] += 1
-            plain = [name for name in buffer.schema.names if name != "values"]
+            plain = [name for name in buffer.schema.names if name not in BLOBS]
             buffer.part = _Part(
                 path,
-                # values: no dictionary, no statistics, no compression, so that reading is a copy and nothing else
+                # values and sketch: no dictionary, no statistics, no compression, so that reading is a copy and nothing else
                 pq.ParquetWriter(
                     path,
                     buffer.schema,
-                    compression={**dict.fromkeys(_leaves(plain), "zstd"), "values": "none"},
+                    compression={**dict.fromkeys(_leaves(plain), "zstd"), **dict.fromkeys(BLOBS, "none")},
                     use_dictionary=_leaves([name for name in plain if name not in ("norm", "absmax", "mean")]),
                     write_statistics=_leaves(plain),
                     data_page_size=ROW_GROUP_BYTES,

@@ -25,6 +25,7 @@ class Level(StrEnum):
 
     shapes = "shapes"
     stats = "stats"
+    sketch = "sketch"
     values = "values"
 
 

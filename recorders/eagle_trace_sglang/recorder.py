@@ -20,8 +20,9 @@ import numpy as np
 
 from eagle_trace.capture import Array, Rows
 from eagle_trace.manifest import Manifest
-from eagle_trace.recorder import Hooks, best_ids, to_array, to_rows
+from eagle_trace.recorder import Hooks, best_ids, capture_rows, to_array, to_rows
 from eagle_trace.sites import fused_slices
+from eagle_trace.sketch import Reduced
 from eagle_trace.writer import TraceWriter
 from eagle_trace_sglang.draft_rows import DraftCall, Index, RowTracker, tree_parents
 from eagle_trace_sglang.params import canonical_name, checkpoint_names, loaded_params
@@ -50,7 +51,7 @@ class _Call:
     rows: Rows
     index: Index
     whole: bool
-    captures: dict[str, Array] = field(default_factory=dict)
+    captures: dict[str, Array | Reduced] = field(default_factory=dict)
     shapes: dict[str, tuple[list[int], str]] = field(default_factory=dict)
 
 
@@ -216,7 +217,9 @@ class ServeRecorder:
             return
         if not call.whole and site != "logits":
             tensor = tensor[_torch_index(call.index, tensor)]
-        call.captures[site] = to_rows(tensor)
+        # of these two, parts are taken in `_write`: slices by target layer, the best ids
+        whole = site in ("fused", "logits")
+        call.captures[site] = to_rows(tensor) if whole else capture_rows(tensor, recording.writer.manifest.level)
 
     def _close_call(self) -> None:
         call, self._call = self._call, None
@@ -233,13 +236,13 @@ class ServeRecorder:
         facts, rows = call.facts, call.rows
         writer.put_rows(rows)
         fused = call.captures.get("fused")
-        if fused is not None:
+        if isinstance(fused, np.ndarray):
             for name, columns in fused_slices(fused.shape[-1], self._target_width):
                 writer.put_values(name, rows, np.ascontiguousarray(fused[:, columns]))
         logits = call.captures.pop("logits", None)
         for site, values in call.captures.items():
             writer.put_values(site, rows, values)
-        if logits is not None:
+        if isinstance(logits, np.ndarray):
             self._write_logits(writer, call, logits)
         shapes = [{"site": site, "shape": shape, "dtype": dtype} for site, (shape, dtype) in call.shapes.items()]
         record = {"call_id": recording.calls, "role": "draft", "mode": facts.mode, "shapes": shapes}
