@@ -211,4 +211,5 @@ def _squares(x_TW: NDArray[np.floating], run: int = 128) -> NDArray[np.float64]:
     runs = x_TW[:, :whole].reshape(len(x_TW), whole // run, run)
     rest = x_TW[:, whole:]
     total: NDArray[np.float64] = np.einsum("tkb,tkb->tk", runs, runs).sum(axis=1, dtype=np.float64)
-    return total + np.einsum("tw,tw->t", rest, rest)
+    total += np.einsum("tw,tw->t", rest, rest)
+    return total

@@ -1,8 +1,8 @@
 """The sketch of a row: 64 signed sums that keep the size of a difference (level ``sketch``).
 
-A **count sketch** (Charikar, Chen and Farach-Colton, "Finding frequent items in data streams", ICALP 2002; for norms and
-inner products Weinberger et al., "Feature hashing for large scale multitask learning", ICML 2009): every channel goes
-into one of 64 buckets with a sign of its own, and a bucket is the sum of its channels. For any two rows x, y of width W
+A **count sketch** (Charikar, Chen and Farach-Colton, "Finding frequent items in data streams", ICALP 2002; for norms
+and inner products Weinberger et al., "Feature hashing for large scale multitask learning", ICML 2009): every channel
+goes into one of 64 buckets with a sign of its own, and a bucket is the sum of its channels. For rows x, y of width W
 
     E |Sx - Sy|^2 = |x - y|^2,    Var |Sx - Sy|^2 <= 2/64 |x - y|^4,
 
@@ -141,8 +141,9 @@ def sketch(values: Array, statistics: Statistics) -> NDArray[np.float32]:
         y = gathered[: len(x)]
         np.take(x, channels, axis=1, out=y, mode="clip")
         # signs are +-1, so that a fused multiply-add rounds as an addition does
+        y = y.reshape(len(x), *fixed.channels.shape)
         with np.errstate(over="ignore", invalid="ignore"):
-            np.einsum("tkb,kb->tb", y.reshape(len(x), *fixed.channels.shape), fixed.signs, out=out[start : start + rows])
+            np.einsum("tkb,kb->tb", y, fixed.signs, out=out[start : start + rows])
     scaled = _scale(out, norm)
     odd = np.flatnonzero(~np.isfinite(scaled).all(axis=1))
     if odd.size:

@@ -323,13 +323,16 @@ class TraceWriter:
 
     def _take_values(self, item: tuple[str, Rows, Array | Reduced]) -> None:
         site, rows, values = item
-        reduced = isinstance(values, Reduced)
-        key = (site, values.dtype, values.width) if reduced else (site, dtype_name(values), values.shape[1])
+        if isinstance(values, Reduced):
+            dtype, width = values.dtype, values.width
+        else:
+            dtype, width = dtype_name(values), values.shape[1]
+        key = (site, dtype, width)
         buffer = self._sites.get(key)
         if buffer is None:
             folder = self.path / "values" / f"site={site}"
             level = self.manifest.level
-            buffer = self._sites[key] = _SiteBuffer(value_schema(*key, level), folder, key[1], level)
+            buffer = self._sites[key] = _SiteBuffer(value_schema(*key, level), folder, dtype, level)
         buffer.add(rows, values)
         if buffer.full:
             self._flush_site(site, buffer)
@@ -372,7 +375,7 @@ class TraceWriter:
             plain = [name for name in buffer.schema.names if name not in BLOBS]
             buffer.part = _Part(
                 path,
-                # values and sketch: no dictionary, no statistics, no compression, so that reading is a copy and nothing else
+                # exact bytes: no dictionary, no statistics, no compression, so that reading is a copy and nothing else
                 pq.ParquetWriter(
                     path,
                     buffer.schema,

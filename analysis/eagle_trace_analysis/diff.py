@@ -29,7 +29,7 @@ from eagle_trace_analysis.metrics import IdMetrics, Metrics
 from eagle_trace_analysis.pairs import SKIP_REASONS, Coverage, Pairs
 from eagle_trace_analysis.prediction import predict
 from eagle_trace_analysis.result import Diff, Divergence, Note, SiteResult
-from eagle_trace_analysis.sketch import compare_sketches, has_sketch, widened
+from eagle_trace_analysis.sketch import WORDS, compare_sketches, has_sketch, widened
 from eagle_trace_analysis.tolerance import Tolerance, Tolerances
 from eagle_trace_analysis.topk import check_topk
 
@@ -264,6 +264,8 @@ class _Comparison:
             self.benign.append(
                 Note("tie-flips", f"{excused} rows pick another best id within the margin of the logits' error")
             )
+        if self.level == "sketch":
+            self.notes.append(Note("sketch", WORDS))
         for trace in (self.train, self.serve):
             if not trace.sealed:
                 lost = f": {'; '.join(trace.missing[:3])}" if trace.missing else ""

@@ -43,7 +43,8 @@ class SiteRows:
     """One site at the rows asked for; NaN where a row has no pair there.
 
     Attributes:
-        error: rho of each row (an estimate where a side holds sketches, a lower bound where it holds statistics only), float64 [C].
+        error: rho of each row, float64 [C]; an estimate where a side holds sketches, a lower bound where it holds
+            statistics only.
         train_norm, serve_norm: norm of each side's row, float64 [C].
     """
 

@@ -37,7 +37,7 @@ Int = NDArray[np.int64]
 
 #: standard error of one row's rho, relative to it
 ROW_ERROR = sqrt(2 / BUCKETS) / 2
-WORDS = f"level sketch: row errors are estimates, +-{ROW_ERROR:.0%} (1 sigma) a row"
+WORDS = f"row errors are estimates, +-{ROW_ERROR:.0%} (1 sigma) a row"
 
 #: how often a site whose rows all differ by exactly what is allowed may be called diverged
 FALSE_ALARM = 1e-4
@@ -63,7 +63,7 @@ def compare_sketches(train: Trace, serve: Trace, site: str, pairs: Pairs) -> dic
         rho = estimated_rho(total, ys)
         faulty = (xs.nonfinite > 0) | (ys.nonfinite > 0)
         worst = int(faulty.argmax()) if faulty.any() else int(rho.argmax())
-        found[int(step)] = Compared(_metrics(total, rho, xs, ys, left[0].width), int(at[worst]), np.zeros(0), at)
+        found[int(step)] = Compared(sketch_metrics(total, rho, xs, ys, left[0].width), int(at[worst]), np.zeros(0), at)
     return found
 
 
@@ -104,7 +104,15 @@ class _Rows:
         return out
 
 
-def _metrics(total: Accumulator, rho: Float64, x: Statistics, y: Statistics, width: int) -> Metrics:
+def sketch_metrics(total: Accumulator, rho: Float64, x: Statistics, y: Statistics, width: int) -> Metrics:
+    """The figures of one site and step.
+
+    Args:
+        total: of the sketches of all rows.
+        rho: estimated of each row.
+        x, y: statistics of the serve and the train rows.
+        width: elements of a row.
+    """
     channel = relative_error(total.error_W, total.power_W)
     power = y.norm**2
     # <x, y> = (|x|^2 + |y|^2 - |x - y|^2) / 2
@@ -139,8 +147,8 @@ def widened(tolerance: Tolerance, width: int, rows: int) -> Tolerance:
 
     - *Storage.* Scaling and storing rounds once: in float16 for 16-bit rows, else in float32, where the sums of W/64
       terms round on the way too (half as often as there are terms, partial sums being half as large).
-    - *The estimate.* |Sx - Sy|^2 / |x - y|^2 spreads like chi-square with 64 degrees of freedom over 64. `rho_median` is
-      allowed its 1 - 1e-4 quantile (rho: 1.34 times), `rho_max` the quantile for the largest of `rows` rows (1.49
+    - *The estimate.* |Sx - Sy|^2 / |x - y|^2 spreads like chi-square with 64 degrees of freedom over 64. `rho_median`
+      is allowed its 1 - 1e-4 quantile (rho: 1.34 times), `rho_max` the quantile for the largest of `rows` rows (1.49
       times for 1000), the scale what that error of rho^2 makes of it.
     - *Buckets.* A bucket's error relative to its RMS is a mean over its channels, weighted by their power, so it lies
       between the channels' error and the rows', and the larger of the two floors counts. Channels that are constant
