@@ -20,27 +20,19 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from eagle_trace.capture import DTYPES, LEVELS, Array, Rows, dtype_name
+from eagle_trace.capture import LEVELS, Array, Rows
 from eagle_trace.errors import OutputExistsError, RecordingError, UsageError
+from eagle_trace.gather import BLOBS, Gather, Kept, kept_bytes, kind_of, value_columns
 from eagle_trace.manifest import OPEN_SEAL, SEAL, Manifest
 from eagle_trace.schema import TABLES, value_schema
-from eagle_trace.sketch import Reduced, buckets, reduce_rows, stored_dtype
+from eagle_trace.sketch import Reduced
 
 ROW_GROUP_BYTES = 2 << 20
 #: the same where no values are kept: rows are small there, and a killed host should not lose many more of them
 REDUCED_GROUP_BYTES = 512 << 10
-#: bytes of rows that are reduced together at the levels that keep no values: many small batches cost more in calls
-REDUCE_BYTES = 512 << 10
-#: bytes of a row's keys and statistics, roughly, before compression
-KEY_BYTES = 64
-FIRST_PART_BYTES = 1 << 20
 LARGEST_PART_BYTES = 64 << 20
 QUEUE_BYTES = 256 << 20
 TABLE_ROWS = 1 << 14
-
-STATISTICS = ("norm", "absmax", "mean", "nonfinite")
-#: columns of exact bytes
-BLOBS = ("sketch", "values")
 
 
 @dataclass
@@ -55,51 +47,15 @@ class _Part:
 
 @dataclass
 class _SiteBuffer:
-    """Rows of one (site, dtype, width) that wait for their row group, and the part they go to.
-
-    `values` are rows as they came, `reduced` those before them whose values are gone already.
-    """
+    """Rows of one (site, dtype, width) that wait for their row group, and the part they go to."""
 
     schema: pa.Schema
     folder: Path
-    dtype: str
-    level: str
-    rows: list[Rows] = field(default_factory=list)
-    reduced: list[Reduced] = field(default_factory=list)
-    values: list[Array] = field(default_factory=list)
+    gather: Gather
+    group_bytes: int
+    kept: list[Kept] = field(default_factory=list)
     bytes: int = 0
     part: _Part | None = None
-
-    def add(self, rows: Rows, values: Array | Reduced) -> None:
-        """Take rows of the site."""
-        self.rows.append(rows)
-        if isinstance(values, Reduced):
-            self.reduce()
-            self.reduced.append(values)
-            return
-        self.values.append(values)
-        self.bytes += values.nbytes
-        if self.level != "values" and self.bytes >= REDUCE_BYTES:
-            self.reduce()
-
-    def reduce(self) -> None:
-        """Make what the trace keeps out of the values that wait."""
-        if self.values:
-            values = self.joined()
-            self.reduced.append(reduce_rows(values, self.dtype, sketched=self.level == "sketch"))
-            self.values.clear()
-            self.bytes = 0
-
-    def joined(self) -> Array:
-        """The values that wait, [T, W]."""
-        return np.ascontiguousarray(np.concatenate(self.values) if len(self.values) > 1 else self.values[0])
-
-    @property
-    def full(self) -> bool:
-        """Whether there is enough for a row group."""
-        if self.level == "values":
-            return self.bytes >= ROW_GROUP_BYTES
-        return sum(KEY_BYTES * len(one) + one.nbytes for one in self.reduced) >= REDUCED_GROUP_BYTES
 
 
 def check_output(path: Path, *, force: bool = False) -> None:
@@ -190,16 +146,12 @@ class TraceWriter:
         """
         if len(rows) != len(values) or not (isinstance(values, Reduced) or values.ndim == 2):
             raise ValueError(f"{site}: {len(values)} rows of values for {len(rows)} rows")
-        if len(rows) and self.manifest.level != "shapes":
-            self._put("values", (site, rows, values), values.nbytes, kept=self._kept_bytes(values))
-
-    def _kept_bytes(self, values: Array | Reduced) -> int:
-        """What rows will take on disk, roughly: the byte budget is one of the trace, not of the tensors."""
-        if self.manifest.level == "values" or isinstance(values, Reduced):
-            return values.nbytes
-        sketched = self.manifest.level == "sketch"
-        stored = DTYPES[stored_dtype(dtype_name(values))].itemsize * buckets(values.shape[1]) if sketched else 0
-        return len(values) * (KEY_BYTES + stored)
+        level = self.manifest.level
+        if level == "values" and isinstance(values, Reduced):
+            raise ValueError(f"{site}: level values needs the rows themselves")
+        if len(rows) and level != "shapes":
+            # the byte budget is one of the trace, not of the tensors it is made of
+            self._put("values", (site, rows, values), values.nbytes, taken=kept_bytes(values, level))
 
     def put_topk(self, rows: Rows, draft_ids: Array, target_ids: Array, logits: Array, logprobs: Array) -> None:
         """Take the best ids of each row: four arrays [T, K], best first."""
@@ -240,10 +192,10 @@ class TraceWriter:
 
     # ---- the background thread --------------------------------------------------------------------------------
 
-    def _put(self, kind: str, item: Any, size: int, kept: int | None = None) -> None:
+    def _put(self, kind: str, item: Any, size: int, taken: int | None = None) -> None:
         if self.failure is not None:
             return
-        self._taken += size if kept is None else kept
+        self._taken += size if taken is None else taken
         with self._room:
             # one item larger than the whole budget must still get through
             self._room.wait_for(
@@ -323,47 +275,38 @@ class TraceWriter:
 
     def _take_values(self, item: tuple[str, Rows, Array | Reduced]) -> None:
         site, rows, values = item
-        if isinstance(values, Reduced):
-            dtype, width = values.dtype, values.width
-        else:
-            dtype, width = dtype_name(values), values.shape[1]
-        key = (site, dtype, width)
+        key = (site, *kind_of(values))
         buffer = self._sites.get(key)
         if buffer is None:
-            folder = self.path / "values" / f"site={site}"
             level = self.manifest.level
-            buffer = self._sites[key] = _SiteBuffer(value_schema(*key, level), folder, dtype, level)
-        buffer.add(rows, values)
-        if buffer.full:
+            group = ROW_GROUP_BYTES if level == "values" else REDUCED_GROUP_BYTES
+            folder = self.path / "values" / f"site={site}"
+            buffer = self._sites[key] = _SiteBuffer(value_schema(*key, level), folder, Gather(level), group)
+        for kept, size in buffer.gather.add(rows, values):
+            self._keep(site, buffer, kept, size)
+
+    def _keep(self, site: str, buffer: _SiteBuffer, kept: Kept, size: int) -> None:
+        buffer.kept.append(kept)
+        buffer.bytes += size
+        if buffer.bytes >= buffer.group_bytes:
             self._flush_site(site, buffer)
 
     def _flush_site(self, site: str, buffer: _SiteBuffer) -> None:
-        if not buffer.rows:
+        if not buffer.kept:
             return
-        rows = Rows.concatenate(buffer.rows)
-        blob = buffer.joined() if buffer.level == "values" else None
-        buffer.reduce()
-        reduced = Reduced.concatenate(buffer.reduced)
-        buffer.rows.clear()
-        buffer.reduced.clear()
-        columns = _key_columns(rows)
-        columns |= {name: pa.array(getattr(reduced.statistics, name)) for name in STATISTICS}
-        blob = reduced.sketch if blob is None else blob
-        if blob is not None:
-            field_type = buffer.schema.field(buffer.level).type
-            data = pa.py_buffer(blob.view(np.uint8))
-            columns[buffer.level] = pa.FixedSizeBinaryArray.from_buffers(field_type, len(rows), [None, data])
+        rows = Rows.concatenate([rows for rows, _ in buffer.kept])
+        columns = _key_columns(rows) | value_columns(buffer.schema, [values for _, values in buffer.kept])
+        size, buffer.bytes = buffer.bytes, 0
+        buffer.kept.clear()
         part = self._open_part(site, buffer)
-        size = KEY_BYTES * len(rows) if blob is None else blob.nbytes
         part.writer.write_table(
             pa.Table.from_arrays([columns[name] for name in buffer.schema.names], schema=buffer.schema),
             # a long prompt arrives in one piece: a reader should not need memory for all of it at once
-            row_group_size=-(-len(rows) // max(1, size // ROW_GROUP_BYTES)),
+            row_group_size=-(-len(rows) // max(1, size // buffer.group_bytes)),
         )
         part.rows += len(rows)
         part.bytes += size
-        first = FIRST_PART_BYTES if buffer.level == "values" else REDUCED_GROUP_BYTES // 2
-        if part.bytes >= min(first << (2 * self._parts_of[site]), LARGEST_PART_BYTES):
+        if part.bytes >= min(buffer.group_bytes // 2 << (2 * self._parts_of[site]), LARGEST_PART_BYTES):
             self._close(part)
             buffer.part = None
 
@@ -395,6 +338,8 @@ class TraceWriter:
     def _finish(self) -> None:
         if self.failure is None:
             for (site, _, _), buffer in self._sites.items():
+                for kept, size in buffer.gather.drain():
+                    self._keep(site, buffer, kept, size)
                 self._flush_site(site, buffer)
             for table in list(self._tables):
                 self._flush_records(table)

@@ -243,6 +243,8 @@ def test_rows_may_come_reduced_and_mixed_with_others(tmp_path: Path) -> None:
     values = np.random.default_rng(8).standard_normal((100, 300)).astype(np.float16)
     plain, reduced = (write(tmp_path / f"r{on}", values, "sketch", reduced=on) for on in (False, True))
     np.testing.assert_array_equal(plain.sketch("fc.out"), reduced.sketch("fc.out"))
+    with pytest.raises(ValueError, match="rows themselves"):
+        write(tmp_path / "values", values, "values", reduced=True)
     prepare_output(tmp_path / "mixed")
     writer = TraceWriter(tmp_path / "mixed", Manifest("serve", "sketch", "test"))
     for start in range(0, 100, 10):
