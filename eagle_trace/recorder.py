@@ -16,6 +16,7 @@ import numpy as np
 
 from eagle_trace.capture import Array, Shard, to_float32
 from eagle_trace.errors import UsageError
+from eagle_trace.sketch import Reduced, reduce_tensor
 
 ENTRY_POINTS = "eagle_trace.recorders"
 
@@ -102,6 +103,16 @@ def to_rows(tensor: Any) -> Array:
     """`to_array` with every axis but the last one folded into rows: [T, W]."""
     array = to_array(tensor)
     return array.reshape(-1, array.shape[-1]) if array.ndim != 2 else array
+
+
+def capture_rows(tensor: Any, level: str, shard: Shard | None = None) -> Array | Reduced:
+    """What the writer takes of a tensor at `level`: on a device, rows are reduced there where no values are kept.
+
+    On the host's own processor they are copied as they are (`to_rows`), and the writer's thread reduces them.
+    """
+    if level in ("stats", "sketch") and tensor.device.type != "cpu":
+        return reduce_tensor(tensor, sketched=level == "sketch", shard=shard)
+    return to_rows(tensor)
 
 
 class Hooks:

@@ -26,6 +26,7 @@ class Level(StrEnum):
 
     shapes = "shapes"
     stats = "stats"
+    sketch = "sketch"
     values = "values"
 
 
