@@ -310,10 +310,10 @@ class TraceWriter:
         if kind == "flush":
             self._save()
             return
-        late = time.monotonic() - due
-        if self._dirty and late >= 0 and (late >= _CALL_SECONDS or _call_of(kind, item) not in (None, self._call)):
+        late, call = time.monotonic() - due, _call_of(kind, item)
+        if self._dirty and late >= 0 and (late >= _CALL_SECONDS or call not in (None, self._call)):
             self._save()
-        self._call = _call_of(kind, item) or self._call
+        self._call = self._call if call is None else call
         self._dirty = True
         if kind == "rows":
             self._table("rows", rows_table).add(item, len(item))
