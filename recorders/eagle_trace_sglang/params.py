@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Set
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,17 @@ def canonical_name(name: str) -> str:
         if name.startswith(old):
             name = new + name.removeprefix(old)
     return name
+
+
+def used_name(name: str) -> str | None:
+    """The trained parameter that one of the model's is used as, both by canonical name; None if it is never used.
+
+    A layer behind the first starts with `input_layernorm` in speculators. SGLang has it too, but applies `hidden_norm`.
+    """
+    later = re.fullmatch(r"(layers\.[1-9]\d*)\.(input_layernorm|hidden_norm)\.weight", name)
+    if later is None:
+        return name
+    return f"{later.group(1)}.input_layernorm.weight" if later.group(2) == "hidden_norm" else None
 
 
 def checkpoint_names(draft: Path) -> dict[str, str]:
@@ -72,10 +84,11 @@ def loaded_params(model: Any, hot_token_id: Any, stored: Set[str]) -> Iterator[d
         parameter = parameter[: rows.get(host_name)]
         attention = None
         if ".qkv_proj." in host_name:
-            attention = model.model.layers[int(host_name.split("layers.")[1].split(".")[0])].self_attn
+            attention = model.get_submodule(host_name.partition(".qkv_proj.")[0])
         for name, part in _split(host_name, parameter, attention):
             canonical = canonical_name(name)
-            yield parameter_row(host_name, canonical, part, in_checkpoint=canonical in stored)
+            if (trained := used_name(canonical)) is not None:
+                yield parameter_row(host_name, trained, part, in_checkpoint=canonical in stored)
     if hot_token_id is not None:
         ids = to_array(hot_token_id)
         yield parameter_row("hot_token_id", "d2t", ids - np.arange(len(ids)), in_checkpoint="d2t" in stored)

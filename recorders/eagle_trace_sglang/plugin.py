@@ -25,6 +25,9 @@ def load() -> None:
         cpu.install()
     if not os.environ.get(ARMED):
         return
+    from eagle_trace_sglang.releases import check_release
+
+    check_release("cpu" if os.environ.get(CPU_KERNELS) else "cuda")
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     from eagle_trace_sglang.recorder import ServeRecorder

@@ -25,8 +25,9 @@ from eagle_trace.sites import fused_slices
 from eagle_trace.writer import TraceWriter
 from eagle_trace_sglang.draft_rows import DraftCall, Index, RowTracker, tree_parents
 from eagle_trace_sglang.params import canonical_name, checkpoint_names, loaded_params
+from eagle_trace_sglang.releases import check_release
 from eagle_trace_sglang.session import connect
-from eagle_trace_sglang.sites import hook_draft
+from eagle_trace_sglang.sites import draft_layers, hook_draft, missing_sites
 
 TOPK = 10
 #: forward modes of the draft whose rows are data; an idle or prebuilt batch computes nothing of a request
@@ -81,10 +82,8 @@ class ServeRecorder:
 
     def facts(self) -> dict[str, Any]:
         """What `record` puts into the manifest and cannot know itself."""
-        from sglang.srt.runtime_context import get_spec
-
         runner = self._worker.draft_runner
-        mlp = self._model.model.layers[0].mlp
+        mlp = getattr(draft_layers(self._model)[0][1], "mlp", None)
         stored = checkpoint_names(Path(runner.model_config.model_path))
         known = {canonical_name(name) for name, _ in self._model.named_parameters()}
         fused = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
@@ -95,10 +94,12 @@ class ServeRecorder:
             "device": str(self._worker.device),
             "dtype": str(runner.dtype).removeprefix("torch."),
             "architecture": type(self._model).__name__,
-            "algorithm": str(get_spec().speculative_algorithm),
+            "algorithm": self._worker.speculative_algorithm.name,
             "tp_size": int(getattr(runner, "tp_size", 1)),
             "dropped_keys": sorted(stored[name] for name in set(stored) - known),
             "target_hidden_size": self._target_width,
+            "missing_sites": missing_sites(self._model),
+            "warnings": check_release(str(self._worker.device)),
             "fused_mlp": getattr(getattr(mlp, "dual_gemm", None), "mode", None) is not None,
         }
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 import subprocess
 import sys
 import time
@@ -15,11 +14,13 @@ from typing import Any
 
 from eagle_trace import __version__
 from eagle_trace.checkpoints import checkpoint_facts
-from eagle_trace.errors import HostError, PromptsError, UsageError
+from eagle_trace.errors import PromptsError, UsageError
 from eagle_trace.manifest import Manifest
 from eagle_trace.prompts import Prompt, check_tokens, prompts_digest
 from eagle_trace_sglang.deployment import check_deployment, server_arguments
 from eagle_trace_sglang.host import Host
+from eagle_trace_sglang.releases import check_release, installed
+from eagle_trace_sglang.sites import tell_missing
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda")
@@ -108,10 +109,10 @@ class Server:
     """A running SGLang. A context manager: on leaving, every process of it is gone."""
 
     def __init__(self, options: ServerOptions, progress: Progress = lambda _: None) -> None:
-        if importlib.util.find_spec("sglang") is None:
-            raise HostError("SGLang is not installed here: pip install 'eagle-trace[serve]'")
+        installed()
         target_config, draft_config = options.check()
         device = options.device if options.device != "auto" else ("cuda" if has_cuda() else "cpu")
+        check_release(device)
         arguments, changes = server_arguments(
             target=options.target,
             draft=options.draft,
@@ -246,6 +247,8 @@ def _take_facts(manifest: Manifest, facts: dict[str, Any]) -> None:
     manifest.settings["algorithm"] = facts["algorithm"]
     if facts["dropped_keys"]:
         manifest.warnings.append(f"SGLang dropped from the draft's checkpoint: {', '.join(facts['dropped_keys'])}")
+    manifest.warnings += facts["warnings"]
+    tell_missing(manifest, facts["missing_sites"])
     for site in ("logits", "topk.draft_id", "topk.target_id"):
         why = "SGLang computes logits for the last row of a prefill only"
         manifest.not_materialised.append({"site": site, "rows": "prefill", "why": why})

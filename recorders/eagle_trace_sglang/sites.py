@@ -6,9 +6,12 @@ SGLang's fused kernels write in place (norms overwrite both their inputs, rotati
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
+from eagle_trace.errors import HostError
+from eagle_trace.manifest import Manifest
 from eagle_trace.recorder import Hooks
 
 Capture = Callable[[str, Any], None]
@@ -19,44 +22,110 @@ def _first(output: Any) -> Any:
     return output[0] if isinstance(output, tuple) else output
 
 
-def hook_draft(hooks: Hooks, model: Any, capture: Capture) -> list[str]:
-    """Hang `capture` into every site of a loaded draft; returns the sites this model has no place for.
+@dataclass(frozen=True)
+class _Place:
+    """What the model has at a path, or that it has nothing there: `place.fc.weight` never fails."""
+
+    _path: str
+    _found: Any
+
+    def __getattr__(self, name: str) -> _Place:
+        return _Place(f"{self._path}.{name}", getattr(self._found, name, None))
+
+
+def draft_layers(model: Any) -> list[tuple[str, Any]]:
+    """The decoder layers of a draft and where they are: `model.layers.N`, or `model.midlayer` in older classes.
+
+    Raises:
+        HostError: the model has neither, or lacks what a call is told by, so nothing of it can be recorded.
+    """
+    inner = getattr(model, "model", None)
+    one = getattr(inner, "midlayer", None)
+    layers = list(getattr(inner, "layers", ())) if one is None else []
+    found = [(f"model.layers.{n}", layer) for n, layer in enumerate(layers)] or [("model.midlayer", one)]
+    if found[0][1] is None or getattr(model, "logits_processor", None) is None:
+        raise HostError(
+            f"SGLang's draft class {type(model).__name__} cannot be recorded: it needs a `logits_processor`, and a "
+            "`model` with `layers` (or `midlayer`); serve the draft as LlamaForCausalLMEagle3"
+        )
+    return found
+
+
+def hook_draft(hooks: Hooks, model: Any, capture: Capture) -> dict[str, str]:
+    """Hang `capture` into every site of a loaded draft.
 
     `fused`, token and position come with the call itself, not from a module.
+
+    Returns:
+        The sites this model has no place for, and what it lacks.
+
+    Raises:
+        HostError: see `draft_layers`.
     """
-    inner = model.model
-    missing: list[str] = []
+    layers = draft_layers(model)
+    inner = _Place("model", model.model)
+    missing: dict[str, str] = {}
+    running = [0]  # the layer whose attention runs
 
-    def after(module: Any, site: str, pick: Callable[[Any], Any] = _first) -> None:
-        if module is None:
-            missing.append(site)
+    def after(place: _Place, site: str, pick: Callable[[Any], Any] = _first, *, layer: int | None = None) -> None:
+        if place._found is None:
+            missing[site] = place._path
             return
-        hooks.after(module, lambda _module, _args, output: capture(site, pick(output)))
 
-    if getattr(inner, "fc", None) is not None:
-        hooks.before(inner.fc, lambda _module, args, _kwargs: capture("fc.in", args[0]))
-        after(inner.fc, "fc.out")
+        def taken(_module: Any, _args: tuple[Any, ...], output: Any) -> None:
+            if layer in (None, running[0]):
+                capture(site, pick(output))
+
+        hooks.after(place._found, taken)
+
+    def before(place: _Place, site: str, index: int = 0, name: str = "") -> None:
+        if place._found is None:
+            missing[site] = place._path
+        else:
+            hooks.before(
+                place._found, lambda _module, args, kwargs: capture(site, _argument(args, kwargs, index, name))
+            )
+
+    before(inner.fc, "fc.in")
+    after(inner.fc, "fc.out")
     after(inner.embed_tokens, "embed")
-    hooks.before(
-        inner.layers[0],
-        lambda _module, args, kwargs: capture("hidden", _argument(args, kwargs, 2, "hidden_states")),
-    )
-    for n, layer in enumerate(inner.layers):
-        _hook_layer(hooks, n, layer, after, capture)
-    last = len(inner.layers) - 1
+    before(_Place(*layers[0]), "hidden", 2, "hidden_states")
+    for n, layer in enumerate(layers):
+        if (attention := getattr(layer[1], "self_attn", None)) is not None:
+            hooks.before(attention, lambda *_, n=n: running.__setitem__(0, n))
+        _hook_layer(n, _Place(*layer), after, before)
+    last = len(layers) - 1
     after(inner.norm, "norm", lambda output: output[0])
     after(inner.norm, f"layer.{last}.out", lambda output: output[1])
     # the inner model returns (normed, [what the next step receives])
     after(inner, "carry", lambda output: output[1][0])
-    after(model.logits_processor, "logits", lambda output: output.next_token_logits)
+    after(_Place("logits_processor", model.logits_processor), "logits", lambda output: output.next_token_logits)
     return missing
+
+
+def missing_sites(model: Any) -> dict[str, str]:
+    """What `hook_draft` would return; leaves no hook."""
+    with Hooks() as hooks:
+        return hook_draft(hooks, model, lambda _site, _tensor: None)
+
+
+def tell_missing(manifest: Manifest, missing: Mapping[str, str]) -> None:
+    """Write the sites that a draft has no place for (as `missing_sites` returns them) into a manifest."""
+    manifest.not_materialised += [
+        {"site": site, "rows": "all", "why": f"SGLang's draft class has no {place}"} for site, place in missing.items()
+    ]
+    if missing:
+        manifest.warnings.append(
+            f"this SGLang's draft class has no {', '.join(sorted(set(missing.values())))}: "
+            f"not recorded are {', '.join(missing)}"
+        )
 
 
 def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], index: int, name: str) -> Any:
     return kwargs[name] if name in kwargs else args[index]
 
 
-def _hook_layer(hooks: Hooks, n: int, layer: Any, after: Callable[..., None], capture: Capture) -> None:
+def _hook_layer(n: int, layer: _Place, after: Callable[..., None], before: Callable[..., None]) -> None:
     at = f"layer.{n}"
     attention, mlp = layer.self_attn, layer.mlp
     if n == 0:
@@ -67,13 +136,17 @@ def _hook_layer(hooks: Hooks, n: int, layer: Any, after: Callable[..., None], ca
         after(layer.hidden_norm, f"{at}.hidden_norm", lambda output: output[0])
         after(layer.hidden_norm, f"layer.{n - 1}.out", lambda output: output[1])
 
-    q_size, kv_size = attention.q_size, attention.kv_size
+    # without the sizes, a fused projection cannot be told apart into its parts
+    lacking = next((size for size in (attention.q_size, attention.kv_size) if size._found is None), None)
+    q_size, kv_size = (0, 0) if lacking else (attention.q_size._found, attention.kv_size._found)
     edges = {"q": (0, q_size), "k": (q_size, q_size + kv_size), "v": (q_size + kv_size, q_size + 2 * kv_size)}
     for part, (start, end) in edges.items():
-        after(attention.qkv_proj, f"{at}.attn.{part}", lambda output, s=start, e=end: _first(output)[..., s:e])
-    after(attention.rotary_emb, f"{at}.attn.q_rope", lambda output: output[0])
-    after(attention.rotary_emb, f"{at}.attn.k_rope", lambda output: output[1])
-    hooks.before(attention.o_proj, lambda _module, args, _kwargs: capture(f"{at}.attn.context", args[0]))
+        fused = lacking or attention.qkv_proj
+        after(fused, f"{at}.attn.{part}", lambda output, s=start, e=end: _first(output)[..., s:e])
+    # layers with equal settings share one rotary module
+    after(attention.rotary_emb, f"{at}.attn.q_rope", lambda output: output[0], layer=n)
+    after(attention.rotary_emb, f"{at}.attn.k_rope", lambda output: output[1], layer=n)
+    before(attention.o_proj, f"{at}.attn.context")
     after(attention.o_proj, f"{at}.attn.out")
     after(layer.post_attention_layernorm, f"{at}.mlp.norm", lambda output: output[0])
     after(layer.post_attention_layernorm, f"{at}.attn.residual", lambda output: output[1])
