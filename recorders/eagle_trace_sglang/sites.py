@@ -29,6 +29,11 @@ class _Place:
     _path: str
     _found: Any
 
+    @property
+    def is_module(self) -> bool:
+        """Whether a hook can be hung there."""
+        return hasattr(self._found, "register_forward_hook")
+
     def __getattr__(self, name: str) -> _Place:
         return _Place(f"{self._path}.{name}", getattr(self._found, name, None))
 
@@ -68,7 +73,7 @@ def hook_draft(hooks: Hooks, model: Any, capture: Capture) -> dict[str, str]:
     running = [0]  # the layer whose attention runs
 
     def after(place: _Place, site: str, pick: Callable[[Any], Any] = _first, *, layer: int | None = None) -> None:
-        if place._found is None:
+        if not place.is_module:
             missing[site] = place._path
             return
 
@@ -79,7 +84,7 @@ def hook_draft(hooks: Hooks, model: Any, capture: Capture) -> dict[str, str]:
         hooks.after(place._found, taken)
 
     def before(place: _Place, site: str, index: int = 0, name: str = "") -> None:
-        if place._found is None:
+        if not place.is_module:
             missing[site] = place._path
         else:
             hooks.before(

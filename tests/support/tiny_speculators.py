@@ -28,7 +28,7 @@ TTT_STEPS = 3
 SHAPE: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": HIDDEN,
-    "intermediate_size": 64,  # SGLang pads smaller steps on a CPU
+    "intermediate_size": 64,  # on a CPU, SGLang pads what is no multiple of 32
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 8,
