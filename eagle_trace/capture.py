@@ -28,6 +28,14 @@ DTYPES: dict[str, np.dtype[np.generic]] = {
 LEVELS = ("shapes", "stats", "sketch", "values")
 
 
+@dataclass(frozen=True)
+class Shard:
+    """Part `index` of `count` equally wide parts of a row, cut along its last axis."""
+
+    index: int
+    count: int
+
+
 def dtype_name(array: Array) -> str:
     """The on-disk name of an array's dtype; raises TypeError for a dtype no trace can hold."""
     for name, dtype in DTYPES.items():

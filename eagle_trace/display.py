@@ -15,10 +15,10 @@ _CELL = "text-align:left;padding:2px 14px 2px 0"
 def trace_html(trace: Trace) -> str:
     """A trace as a small table: side, host, level, rows, sites."""
     manifest = trace.manifest
-    counts = {name: manifest.files.get(f"{name}.parquet", {}).get("rows", 0) for name in ("rows", "prompts", "rounds")}
+    counts = {name: trace.table_rows(name) for name in ("rows", "rounds")} | {"prompts": len(trace.prompts)}
     sites = trace.sites
     listed = ", ".join(sites[:_LISTED]) + (f" and {len(sites) - _LISTED} more" if len(sites) > _LISTED else "")
-    size = sum(facts["bytes"] for facts in manifest.files.values())
+    size = sum(facts["bytes"] for facts in trace.files.values())
     facts = {
         "recorded": f"{manifest.side} side, by {manifest.host}, {manifest.dtype or '?'} on {manifest.device or '?'}",
         "level": manifest.level + ("" if trace.sealed else " (not finished)"),

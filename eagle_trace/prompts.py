@@ -68,8 +68,7 @@ def _parse(line: str, where: str) -> Prompt:
         raise PromptsError(f'{where} needs exactly one of "prompt", "messages" and "input_ids", has {given or "none"}')
     name = given[0]
     value = data[name]
-    digest = hashlib.sha256(json.dumps([name, value], sort_keys=True).encode()).hexdigest()[:16]
-    key = str(data.get("id", digest))
+    key = str(data.get("id", content_key(name, value)))
     if name == "prompt":
         if not isinstance(value, str) or not value:
             raise PromptsError(f'{where}: "prompt" must be a text that is not empty')
@@ -81,6 +80,11 @@ def _parse(line: str, where: str) -> Prompt:
     if not isinstance(value, list) or not value or not all(type(i) is int and 0 <= i < 2**31 for i in value):
         raise PromptsError(f'{where}: "input_ids" must be a list of token ids that is not empty')
     return Prompt(key, input_ids=tuple(value))
+
+
+def content_key(name: str, value: Any) -> str:
+    """Key of a prompt without an id: a digest of ``{name: value}``, `name` being what a prompts file calls it."""
+    return hashlib.sha256(json.dumps([name, value], sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _is_conversation(value: Any) -> bool:

@@ -2,76 +2,74 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import cached_property
+import re
+import zlib
+from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import cached_property, reduce
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import pyarrow as pa
-import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from eagle_trace.capture import DTYPES, Array, Rows, Statistics, to_float32
+from eagle_trace.capture import Rows, Shard, Statistics, to_float32
 from eagle_trace.errors import TraceDamagedError, TraceError, TraceNotFoundError, TraceUnsealedError
-from eagle_trace.manifest import OPEN_SEAL, SEAL, Manifest
-from eagle_trace.schema import KEYS, TABLES
+from eagle_trace.manifest import Manifest, read_manifests, spokesman
+from eagle_trace.schema import KEYS, STATISTICS, TABLES
+from eagle_trace.sitedata import (
+    PartFile,
+    RowGroup,
+    SiteData,
+    ValueReader,
+    append_rows,
+    iter_blocks,
+    join_shards,
+    match_rows,
+    padded_paths,
+    read_keys,
+    read_statistics,
+    scan,
+    to_rows,
+)
 from eagle_trace.sites import draft_sites
+from eagle_trace.store import Place, Store, open_store, reason
+from eagle_trace.tables import last_prompts, read_table, whole_params
 
-CACHE_BYTES = 256 << 20
-OPEN_FILES = 8
+__all__ = [
+    "RowGroup",
+    "SiteData",
+    "Trace",
+    "ValueReader",
+    "iter_blocks",
+    "match_rows",
+    "open_trace",
+    "padded_paths",
+    "read_keys",
+    "read_statistics",
+]
 
-
-@dataclass(frozen=True)
-class RowGroup:
-    """Where a run of rows of a site lies: a row group of a part file."""
-
-    path: Path
-    index: int
-    start: int
-    rows: int
-
-
-@dataclass(frozen=True)
-class SiteData:
-    """What a trace holds of one site in one dtype and width.
-
-    Attributes:
-        site: name of the site.
-        dtype: on-disk dtype name.
-        width: elements of a row.
-        has_values: whether exact bytes are there (level ``values``).
-        groups: row groups in the order the rows were recorded.
-    """
-
-    site: str
-    dtype: str
-    width: int
-    has_values: bool
-    groups: tuple[RowGroup, ...]
-
-    @property
-    def rows(self) -> int:
-        """Number of rows."""
-        return sum(group.rows for group in self.groups)
+_RANK = re.compile(r"rank(\d+)-")
 
 
 class Trace:
     """A recorded trace. Opening reads the manifest only; every table and site is read when asked for.
 
     Attributes:
-        path: the trace's folder.
-        manifest: what made it.
-        missing: files that the manifest names and that cannot be read (only with `allow_partial`).
+        path: the trace's folder, or its URL.
+        manifest: what made it (rank 0's, where several ranks wrote).
+        missing: what is not there, in words (only with `allow_partial`).
     """
 
-    def __init__(self, path: Path, manifest: Manifest, *, sealed: bool, missing: list[str]) -> None:
-        self.path = path
-        self.manifest = manifest
+    def __init__(self, store: Store, manifests: dict[int, Manifest], *, sealed: bool, missing: list[str]) -> None:
+        self._store = store
+        self._manifests = dict(sorted(manifests.items()))
+        self.path: Place = store.place
+        self.manifest = spokesman(list(self._manifests.values()))
         self.sealed = sealed
         self.missing = missing
+        self._sites: dict[str, list[SiteData]] = {}
 
     def __repr__(self) -> str:
         state = "" if self.sealed else ", unsealed"
@@ -94,15 +92,53 @@ class Trace:
 
     # ---- tables -----------------------------------------------------------------------------------------------
 
+    @cached_property
+    def files(self) -> dict[str, dict[str, int]]:
+        """Rows and bytes of every file that can be read, in the order of their rows."""
+        ranks = sorted(self._manifests.values(), key=lambda one: (one.dp_rank, one.tp_rank))
+        return {name: facts for one in ranks for name, facts in sorted(one.files.items())}
+
+    def _parts(self, folder: str) -> Iterator[tuple[Manifest, PartFile]]:
+        """Files of a folder (or of the one file in its place), each with the manifest of the rank that wrote it."""
+        for name, facts in self.files.items():
+            if name == folder or name.startswith(f"{folder}/"):
+                rank = _RANK.search(name)
+                writer = self._manifests.get(int(rank[1]) if rank else 0, self.manifest)
+                yield writer, PartFile(self._store, name, facts["rows"])
+
+    @property
+    def _lost(self) -> Callable[[str], None] | None:
+        """Where to note a file that turns out to be damaged; None where that is an error."""
+        return None if self.sealed else self._note_lost
+
+    def _note_lost(self, problem: str) -> None:
+        if problem not in self.missing:
+            self.missing.append(problem)
+
+    def table_rows(self, name: str) -> int:
+        """Rows of a table, without reading it; prompts that were written twice count twice."""
+        return sum(part.rows for _, part in self._parts(f"{name}.parquet"))
+
     def table(self, name: str) -> pa.Table:
         """One of the tables beside values/ as Arrow; empty if the trace has none of it."""
-        path = self.path / f"{name}.parquet"
-        if not path.exists():
-            return TABLES[name].empty_table()
-        try:
-            return pq.read_table(path, schema=TABLES[name], use_threads=False)
-        except (pa.ArrowInvalid, OSError) as error:
-            raise _damaged(path, error) from error
+        schema = TABLES[name]
+        tables = []
+        for _, part in self._parts(f"{name}.parquet"):
+            try:
+                tables.append(read_table(part, schema))
+            except TraceDamagedError as error:
+                if self._lost is None:
+                    raise
+                self._lost(str(error))
+        table = pa.concat_tables(tables) if tables else schema.empty_table()
+        return last_prompts(table) if name == "prompts" else whole_params(table) if name == "params" else table
+
+    def params_by_rank(self) -> list[tuple[Manifest, list[dict[str, Any]]]]:
+        """Rows of the params table as each rank wrote them."""
+        found: dict[int, list[dict[str, Any]]] = {}
+        for writer, part in self._parts("params.parquet"):
+            found.setdefault(writer.rank, []).extend(read_table(part, TABLES["params"]).to_pylist())
+        return [(self._manifests[rank], rows) for rank, rows in found.items()]
 
     @cached_property
     def prompts(self) -> pd.DataFrame:
@@ -137,7 +173,7 @@ class Trace:
     @cached_property
     def rows(self) -> Rows:
         """Keys of every draft row, with token and position."""
-        return _to_rows(self.table("rows"))
+        return to_rows(self.table("rows"))
 
     # ---- sites ------------------------------------------------------------------------------------------------
 
@@ -150,26 +186,61 @@ class Trace:
                 seen.setdefault(entry["site"], set()).add((entry["shape"][-1], entry["dtype"]))
         return seen
 
-    @cached_property
-    def _site_data(self) -> dict[str, list[SiteData]]:
-        found: dict[str, list[SiteData]] = {}
-        for folder in sorted((self.path / "values").glob("site=*")):
-            site = folder.name.removeprefix("site=")
-            found[site] = _scan_site(
-                site, sorted(folder.glob("*.parquet")), partial=not self.sealed, missing=self.missing
-            )
-        return {site: data for site, data in found.items() if data}
-
     @property
     def sites(self) -> list[str]:
         """Names of the sites with rows, in forward order (every site seen, at level ``shapes``)."""
-        names = set(self._site_data) or set(self.shapes)
+        names = {name for name in self._scanned if self.site_data(name)} or set(self.shapes)
         order = {site.name: index for index, site in enumerate(draft_sites(64, 8))}
         return sorted(names, key=lambda name: (order.get(name, len(order)), name))
 
     def site_data(self, site: str) -> list[SiteData]:
         """What the trace holds of a site: one entry a (dtype, width) seen, [] if it has no rows of it."""
-        return self._site_data.get(site, [])
+        if site not in self._sites:
+            self._sites[site] = self._read_site(site)
+        return self._sites[site]
+
+    @cached_property
+    def _scanned(self) -> dict[str, list[tuple[Manifest, dict[Shard | None, list[SiteData]]]]]:
+        """What each rank holds of each site, by shard."""
+        files: dict[str, dict[int, list[PartFile]]] = {}
+        for name in self.files:
+            if name.startswith("values/site="):
+                files.setdefault(name.split("/")[1].removeprefix("site="), {})
+        for site, by_rank in files.items():
+            for writer, part in self._parts(f"values/site={site}"):
+                by_rank.setdefault(writer.rank, []).append(part)
+        return {
+            site: [(self._manifests[rank], scan(site, parts, self._lost)) for rank, parts in by_rank.items()]
+            for site, by_rank in files.items()
+        }
+
+    def _read_site(self, site: str) -> list[SiteData]:
+        whole: dict[int, list[SiteData]] = {}
+        shards: dict[tuple[int, Shard], list[SiteData]] = {}
+        for rank, found in self._scanned.get(site, []):
+            for shard, data in found.items():
+                # ranks come in order: of what several of a group hold alike, the first one speaks
+                if shard is None:
+                    whole.setdefault(rank.dp_rank, data)
+                else:
+                    shards.setdefault((rank.dp_rank, shard), data)
+        by_shard: dict[Shard, list[SiteData]] = {}
+        for (_, shard), data in shards.items():
+            by_shard[shard] = append_rows(by_shard.get(shard, []), data)
+        alike: list[SiteData] = reduce(append_rows, whole.values(), [])
+        return [*alike, *join_shards(by_shard, self._lost)]
+
+    def copies(self, site: str) -> list[tuple[int, SiteData, int, SiteData]]:
+        """Where several ranks hold the same rows of a site: (rank, what it holds, other rank, what that one holds)."""
+        first: dict[tuple[int, Shard | None], tuple[int, list[SiteData]]] = {}
+        found = []
+        for rank, by_shard in self._scanned.get(site, []):
+            for shard, data in by_shard.items():
+                number, spoken = first.setdefault((rank.dp_rank, shard), (rank.rank, data))
+                if number != rank.rank:
+                    pairs = ((a, b) for a in spoken for b in data if (a.dtype, a.width) == (b.dtype, b.width))
+                    found += [(number, a, rank.rank, b) for a, b in pairs]
+        return found
 
     def _one(self, site: str) -> SiteData:
         data = self.site_data(site)
@@ -200,224 +271,104 @@ class Trace:
     def frame(self, site: str) -> pd.DataFrame:
         """All rows of a site as a frame: keys, statistics, and `values` (one float32 array a row) where kept."""
         data = self._one(site)
-        tables = [_read_group(group, None) for group in data.groups]
-        table = pa.concat_tables(tables)
-        frame = _frame(table.drop_columns(["values"]) if data.has_values else table)
+        keys, statistics = read_keys(data), read_statistics(data)
+        frame = pd.DataFrame(
+            {name: getattr(keys, name) for name, _ in KEYS if name != "path"}
+            | {name: getattr(statistics, name) for name, _ in STATISTICS}
+        )
+        paths = [np.array(path, dtype=np.int32) for path in keys.paths()]
+        frame.insert([name for name, _ in KEYS].index("path"), "path", paths)
         if data.has_values:
             frame["values"] = list(self.values(site))
         return frame
+
+    def verify(self) -> list[str]:
+        """Read every file in full and compare its checksum: one sentence for each that was altered."""
+        problems = []
+        for name, facts in self.files.items():
+            try:
+                data = memoryview(self._store.read(name))
+            except OSError as error:
+                problems.append(f"{name} cannot be read ({reason(error)})")
+                continue
+            # a part may have grown since an open seal was written
+            if self.sealed and "crc32" in facts and zlib.crc32(data) != facts["crc32"]:
+                problems.append(f"{name} was altered: its checksum is not the one it was written with")
+        return problems
 
 
 def open_trace(path: str | Path, *, allow_partial: bool = False) -> Trace:
     """Open a trace.
 
     Args:
-        path: its folder.
+        path: its folder, or the URL of one on a filesystem of fsspec's (``s3://bucket/run.trace``).
         allow_partial: read what is whole of a trace that was not sealed or lost files, and say what is missing.
 
     Raises:
         TraceNotFoundError: nothing there, or no trace.
         TraceUnsealedError: recording was not finished.
         TraceVersionError: another format version.
-        TraceDamagedError: a file is missing or has not the size that the seal says.
+        TraceDamagedError: a file is missing or has not the size that the seal says, or a manifest is damaged.
+        TraceError: the place cannot be reached.
+        UsageError: the package that knows the place is not installed.
     """
-    path = Path(path)
-    if not path.is_dir():
+    store = open_store(path)
+    try:
+        sizes = store.sizes()
+        there = bool(sizes) or store.is_folder()
+    except OSError as error:
+        raise TraceError(f"cannot read {path}: {reason(error)}") from error
+    if not there:
         raise TraceNotFoundError(f"{path} is not a trace: no such folder")
-    sealed = (path / SEAL).exists()
-    name = SEAL if sealed else OPEN_SEAL
-    if not (path / name).exists():
-        raise TraceNotFoundError(f"{path} is not a trace: it has no {SEAL}")
-    if not sealed and not allow_partial:
-        raise TraceUnsealedError(
-            f"{path} was not finished: it has no seal. "
-            "Record it again; diff and show read what is whole with --allow-partial"
-        )
-    manifest = Manifest.from_json((path / name).read_text(encoding="utf-8"), path / name)
-    missing = [
-        problem for file, facts in manifest.files.items() if (problem := _check_file(path, file, facts["bytes"]))
-    ]
+    manifests, sealed = read_manifests(store, sizes)
+    first = min(manifests)
+    ranks = max(manifest.ranks for manifest in manifests.values())
+    missing = []
+    for rank in range(max(ranks, max(manifests) + 1)):
+        who = f"rank {rank} of {ranks}: " if ranks > 1 else ""
+        if rank not in manifests:
+            missing.append(f"{who}all that it recorded")
+        elif rank not in sealed:
+            missing.append(who + _after_the_end(manifests[rank]))
     if missing and not allow_partial:
+        lacking = "; ".join(missing)
+        raise TraceUnsealedError(
+            f"{path} was not finished: it has no seal"
+            + (f" ({lacking} is missing)" if ranks > 1 or manifests[first].stopped else "")
+            + ". Record it again; diff and show read what is whole with --allow-partial"
+        )
+    damaged = _check_files(manifests, sealed, sizes)
+    if damaged and not allow_partial:
         raise TraceDamagedError(
-            f"{path} is damaged: {'; '.join(missing[:3])}. "
+            f"{path} is damaged: {'; '.join(damaged[:3])}. "
             "Record it again, or pass --allow-partial to read what is whole"
         )
-    return Trace(path, manifest, sealed=sealed and not missing, missing=missing)
+    missing += damaged
+    return Trace(store, manifests, sealed=not missing, missing=missing)
+
+
+def _after_the_end(manifest: Manifest) -> str:
+    """What an open seal says is missing."""
+    why = f" ({manifest.stopped})" if manifest.stopped else ""
+    return f"what came after {manifest.flushed}{why}" if manifest.flushed else f"all that was recorded{why}"
+
+
+def _check_files(manifests: Mapping[int, Manifest], sealed: Collection[int], sizes: Mapping[str, int]) -> list[str]:
+    """What is wrong with the files that the manifests name; they are taken off the list."""
+    problems = []
+    for rank, manifest in manifests.items():
+        for name, facts in list(manifest.files.items()):
+            found, size = sizes.get(name), facts["bytes"]
+            if found is None:
+                problems.append(f"{name} is missing")
+            elif rank in sealed and found != size:
+                problems.append(f"{name} has {found} bytes, not {size}")
+            else:
+                continue
+            del manifest.files[name]
+    return problems
 
 
 def _frame(table: pa.Table) -> pd.DataFrame:
     frame: pd.DataFrame = table.to_pandas()
     return frame
-
-
-def _check_file(path: Path, file: str, size: int) -> str | None:
-    try:
-        found = (path / file).stat().st_size
-    except OSError:
-        return f"{file} is missing"
-    return None if found == size else f"{file} has {found} bytes, not {size}"
-
-
-def _damaged(path: Path, error: Exception) -> TraceDamagedError:
-    return TraceDamagedError(f"{path} cannot be read as Parquet ({str(error).splitlines()[0]}): record the trace again")
-
-
-def _open_file(path: Path) -> pq.ParquetFile:
-    try:
-        return pq.ParquetFile(path, memory_map=True)
-    except (pa.ArrowInvalid, OSError) as error:
-        raise _damaged(path, error) from error
-
-
-def _scan_site(site: str, paths: list[Path], *, partial: bool, missing: list[str]) -> list[SiteData]:
-    groups: OrderedDict[tuple[str, int, bool], list[RowGroup]] = OrderedDict()
-    for path in paths:
-        try:
-            with _open_file(path) as file:
-                metadata = file.schema_arrow.metadata or {}
-                counts = [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
-                has_values = "values" in file.schema_arrow.names
-        except TraceDamagedError as error:
-            if not partial:
-                raise
-            missing.append(str(error))
-            continue
-        facts = {key.decode().removeprefix("eagle_trace."): value.decode() for key, value in metadata.items()}
-        if facts.get("dtype") not in DTYPES or not facts.get("width", "").isdigit():
-            raise TraceDamagedError(f"{path} does not say its dtype and width: it was not written by eagle-trace")
-        kind = groups.setdefault((facts["dtype"], int(facts["width"]), has_values), [])
-        for index, rows in enumerate(counts):
-            kind.append(RowGroup(path, index, kind[-1].start + kind[-1].rows if kind else 0, rows))
-    return [SiteData(site, dtype, width, kept, tuple(found)) for (dtype, width, kept), found in groups.items()]
-
-
-def _read_group(group: RowGroup, columns: list[str] | None) -> pa.Table:
-    try:
-        with _open_file(group.path) as file:
-            return file.read_row_group(group.index, columns=columns)
-    except (pa.ArrowInvalid, OSError) as error:
-        raise _damaged(group.path, error) from error
-
-
-def _read_columns(data: SiteData, columns: list[str]) -> pa.Table:
-    by_file: OrderedDict[Path, list[int]] = OrderedDict()
-    for group in data.groups:
-        by_file.setdefault(group.path, []).append(group.index)
-    tables = []
-    for path, indices in by_file.items():
-        try:
-            with _open_file(path) as file:
-                tables.append(file.read_row_groups(indices, columns=columns, use_threads=False))
-        except (pa.ArrowInvalid, OSError) as error:
-            raise _damaged(path, error) from error
-    return pa.concat_tables(tables)
-
-
-def read_keys(data: SiteData) -> Rows:
-    """Keys of all rows of `data`."""
-    return _to_rows(_read_columns(data, [name for name, _ in KEYS]))
-
-
-def read_statistics(data: SiteData) -> Statistics:
-    """Statistics of all rows of `data`."""
-    names = ["norm", "absmax", "mean", "nonfinite"]
-    table = _read_columns(data, names)
-    return Statistics(*(table.column(name).to_numpy() for name in names))
-
-
-def _to_rows(table: pa.Table) -> Rows:
-    columns = {name: table.column(name).to_numpy() for name, _ in KEYS if name != "path"}
-    return Rows(path=padded_paths(table.column("path")), **columns)
-
-
-def padded_paths(column: pa.ChunkedArray) -> NDArray[np.int32]:
-    """A ``path`` column as int32 [rows, longest path], padded with -1."""
-    path = column.combine_chunks()
-    if isinstance(path, pa.ChunkedArray):
-        path = path.chunk(0) if path.num_chunks else pa.array([], type=TABLES["rows"].field("path").type)
-    lengths = np.diff(path.offsets.to_numpy())
-    width = int(lengths.max(initial=0))
-    padded = np.full((len(path), width), -1, dtype=np.int32)
-    padded[np.arange(width)[None, :] < lengths[:, None]] = path.flatten().to_numpy()
-    return padded
-
-
-class ValueReader:
-    """Random access to the values of one site, with a bounded cache of row groups.
-
-    Row groups are decoded once as long as the working set fits `cache_bytes`.
-    """
-
-    def __init__(self, data: SiteData, cache_bytes: int = CACHE_BYTES) -> None:
-        if not data.has_values:
-            raise TraceError(f"site {data.site!r} was recorded at a level without values: record with --level values")
-        self.data = data
-        self._dtype = DTYPES[data.dtype]
-        self._starts = np.array([group.start for group in data.groups], dtype=np.int64)
-        self._cache: OrderedDict[int, Array] = OrderedDict()
-        self._cached_bytes = 0
-        self._cache_bytes = cache_bytes
-        self._files: OrderedDict[Path, pq.ParquetFile] = OrderedDict()
-
-    def take(self, index: NDArray[np.integer]) -> Array:
-        """Rows at `index` (any order), exact dtype, [len(index), width]; a view where they lie side by side."""
-        if not len(index):
-            return np.empty((0, self.data.width), dtype=self._dtype)
-        group_of = np.searchsorted(self._starts, index, side="right") - 1
-        first = int(group_of[0])
-        if (group_of == first).all():
-            local = index - self._starts[first]
-            start = int(local[0])
-            array: Array = self._group(first)
-            if (np.diff(local) == 1).all():
-                return array[start : start + len(local)]
-            picked: Array = array[local]
-            return picked
-        out = np.empty((len(index), self.data.width), dtype=self._dtype)
-        for group in np.unique(group_of):
-            where = np.flatnonzero(group_of == group)
-            out[where] = self._group(int(group))[index[where] - self._starts[group]]
-        return out
-
-    def _group(self, number: int) -> Array:
-        if number in self._cache:
-            self._cache.move_to_end(number)
-            return self._cache[number]
-        group = self.data.groups[number]
-        try:
-            # one column: handing it to Arrow's thread pool would cost more than the copy itself
-            column = self._file(group.path).read_row_group(group.index, ["values"], use_threads=False).column("values")
-        except (pa.ArrowInvalid, OSError) as error:
-            raise _damaged(group.path, error) from error
-        chunks = [_decode(chunk, self._dtype, self.data.width) for chunk in column.chunks]
-        array = chunks[0] if len(chunks) == 1 else np.concatenate(chunks)
-        self._cache[number] = array
-        self._cached_bytes += array.nbytes
-        while self._cached_bytes > self._cache_bytes and len(self._cache) > 1:
-            _, dropped = self._cache.popitem(last=False)
-            self._cached_bytes -= dropped.nbytes
-        return array
-
-    def _file(self, path: Path) -> pq.ParquetFile:
-        """The open file at `path`: opening parses a footer, which takes longer than reading a row group."""
-        if path in self._files:
-            self._files.move_to_end(path)
-            return self._files[path]
-        # not memory-mapped: pages of a map that stays open count as this process's memory
-        file = self._files[path] = pq.ParquetFile(path)
-        while len(self._files) > OPEN_FILES:
-            self._files.popitem(last=False)[1].close()
-        return file
-
-
-def _decode(chunk: pa.FixedSizeBinaryArray, dtype: np.dtype[np.generic], width: int) -> Array:
-    size = width * dtype.itemsize
-    flat = np.frombuffer(chunk.buffers()[1], dtype=np.uint8, count=len(chunk) * size, offset=chunk.offset * size)
-    return flat.view(dtype).reshape(len(chunk), width)
-
-
-def iter_blocks(data: SiteData, rows: int = 4096) -> Iterator[Array]:
-    """All values of `data` in recorded order, at most `rows` rows at a time."""
-    reader = ValueReader(data, cache_bytes=0)
-    for start in range(0, data.rows, rows):
-        yield reader.take(np.arange(start, min(start + rows, data.rows)))

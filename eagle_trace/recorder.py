@@ -14,7 +14,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from eagle_trace.capture import Array, to_float32
+from eagle_trace.capture import Array, Shard, to_float32
 from eagle_trace.errors import UsageError
 
 ENTRY_POINTS = "eagle_trace.recorders"
@@ -51,10 +51,19 @@ def to_array(tensor: Any, *, copy: bool = True) -> Array:
     return host.numpy()  # type: ignore[no-any-return]
 
 
-def parameter_row(name: str, canonical_name: str, tensor: Any, *, in_checkpoint: bool) -> dict[str, Any]:
+def parameter_row(
+    name: str,
+    canonical_name: str,
+    tensor: Any,
+    *,
+    in_checkpoint: bool,
+    shard: Shard | None = None,
+    shard_axis: int = 0,
+) -> dict[str, Any]:
     """A row of params.parquet for a parameter as the host holds it (torch tensor or numpy array, any device).
 
-    The digest is BLAKE2b of the exact bytes, so equal parameters have equal digests on both sides.
+    The digest is BLAKE2b of the exact bytes, so equal parameters have equal digests on both sides. `shard` says which
+    part of the parameter along `shard_axis` a rank holds, if not all of it: shape, digest and norm are then the part's.
     """
     array = np.ascontiguousarray(tensor if isinstance(tensor, np.ndarray) else to_array(tensor, copy=False))
     norm, nonfinite = _norm(array.reshape(-1))
@@ -67,6 +76,9 @@ def parameter_row(name: str, canonical_name: str, tensor: Any, *, in_checkpoint:
         "norm": norm,
         "nonfinite": nonfinite,
         "in_checkpoint": in_checkpoint,
+        "shard_axis": None if shard is None else shard_axis,
+        "shard_index": None if shard is None else shard.index,
+        "shard_count": None if shard is None else shard.count,
     }
 
 
@@ -123,6 +135,20 @@ class Hooks:
 
         self._undo.append(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
 
+    def replace(self, owner: Any, name: str, value: Any) -> None:
+        """Make ``owner.name`` be `value`, until it is put back."""
+        original = getattr(owner, name)
+        had_own = name in vars(owner)
+
+        def restore() -> None:
+            if had_own:
+                setattr(owner, name, original)
+            else:
+                delattr(owner, name)
+
+        setattr(owner, name, value)
+        self._undo.append(restore)
+
     def wrap(self, owner: Any, name: str, observe: Callable[[Any, tuple[Any, ...], dict[str, Any]], None]) -> None:
         """Call `observe(result, args, kwargs)` after each call of the function ``owner.name``."""
         original = getattr(owner, name)
@@ -133,21 +159,13 @@ class Hooks:
             observe(result, args, kwargs)
             return result
 
-        had_own = name in vars(owner)
-
-        def restore() -> None:
-            if had_own:
-                setattr(owner, name, original)
-            else:
-                delattr(owner, name)
-
-        setattr(owner, name, wrapper)
-        self._undo.append(restore)
+        self.replace(owner, name, wrapper)
 
     def remove(self) -> None:
         """Take everything off, last hung first."""
-        while self._undo:
-            self._undo.pop()()
+        undo, self._undo = self._undo, []
+        for one in reversed(undo):
+            one()
 
 
 def log_softmax(logits: Array) -> Array:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pyarrow as pa
 
-from eagle_trace.capture import DTYPES
+from eagle_trace.capture import DTYPES, Shard
 
 KEYS = [
     ("prompt_id", pa.int32()),
@@ -38,6 +38,8 @@ TABLES: dict[str, pa.Schema] = {
             ("num_prompt_tokens", pa.int32()),
             ("text", pa.string()),
             ("output_ids", pa.list_(pa.int32())),
+            ("cached_tokens", pa.int32()),
+            ("finish_reason", pa.string()),
         ]
     ),
     "rows": pa.schema(KEYS),
@@ -61,6 +63,9 @@ TABLES: dict[str, pa.Schema] = {
             ("norm", pa.float64()),
             ("nonfinite", pa.int64()),
             ("in_checkpoint", pa.bool_()),
+            ("shard_axis", pa.int32()),
+            ("shard_index", pa.int32()),
+            ("shard_count", pa.int32()),
         ]
     ),
     "topk": pa.schema(
@@ -114,10 +119,12 @@ TABLES: dict[str, pa.Schema] = {
 }
 
 
-def value_schema(site: str, dtype: str, width: int, level: str) -> pa.Schema:
+def value_schema(site: str, dtype: str, width: int, level: str, shard: Shard | None = None) -> pa.Schema:
     """Schema of one file below ``values/site=.../`` at `level` (``stats`` or ``values``)."""
     columns = [*KEYS, *STATISTICS]
     if level == "values":
         columns.append(("values", pa.binary(width * DTYPES[dtype].itemsize)))
     metadata = {"site": site, "dtype": dtype, "width": str(width), "level": level}
+    if shard is not None:
+        metadata["shard"] = f"{shard.index}/{shard.count}"
     return pa.schema(columns, metadata={f"eagle_trace.{key}": value for key, value in metadata.items()})

@@ -76,6 +76,19 @@ class Selection:
         """The fields that leave something out, for the manifest."""
         return {name: [*value] for name, value in asdict(self).items() if value}
 
+    def to_text(self) -> dict[str, str]:
+        """Sites, roots and steps as `parse` takes them, those that leave something out."""
+        text = {"sites": ",".join(self.sites), "roots": _as_text(self.roots), "steps": _as_text(self.steps)}
+        return {name: value for name, value in text.items() if value}
+
+
+#: leaves nothing out
+EVERYTHING = Selection()
+
+
+def _as_text(ranges: Ranges) -> str:
+    return ",".join(f"{low}:{'' if high is None else high}" for low, high in ranges)
+
 
 def _inside(column: NDArray[np.int32], low: int, high: int | None) -> NDArray[np.bool_]:
     return (column >= low) & (True if high is None else column < high)
@@ -109,3 +122,23 @@ def select_prompts(count: int, selection: Selection) -> Sequence[int]:
         return range(count)
     inside = [range(low, count if high is None else min(high, count)) for low, high in selection.prompts]
     return sorted({number for part in inside for number in part})
+
+
+def parse_bytes(text: str) -> int:
+    """A number of bytes with an optional decimal unit (KB, MB, GB, TB).
+
+    Raises:
+        UsageError: not a positive amount.
+    """
+    units = {"TB": 10**12, "GB": 10**9, "MB": 10**6, "KB": 10**3, "B": 1, "": 1}
+    upper = text.strip().upper()
+    for unit, factor in units.items():
+        if upper.endswith(unit):
+            try:
+                amount = float(upper.removesuffix(unit)) * factor
+            except ValueError:
+                break
+            if 1 <= amount < float("inf"):
+                return int(amount)
+            break
+    raise UsageError(f"a byte budget must be a positive amount such as 500MB or 4GB, not {text!r}")

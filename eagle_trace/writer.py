@@ -1,123 +1,114 @@
 """The trace writer: takes captures from the host's thread, writes Parquet from its own.
 
-The host's thread only appends to a queue. Rows of one site are gathered until a row group is full, then written; a
-part file is closed when it is large enough, so that a host that is killed loses only the parts still open. Memory is
-bounded by the queue's budget plus one row group a site.
+The host's thread only appends to a queue. Rows are gathered into parts (`eagle_trace.parts`), and every few seconds,
+between two forwards, all that was taken so far is put into whole files; then `manifest.partial.json` says which rows of
+which file belong together. A host that is killed loses what came after that. Memory is bounded by the queue's budget
+plus one row group a site.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
 import queue
-import shutil
+import socket
 import threading
+import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
-from eagle_trace.capture import LEVELS, Array, Rows, dtype_name, row_statistics
-from eagle_trace.errors import OutputExistsError, RecordingError, UsageError
-from eagle_trace.manifest import OPEN_SEAL, SEAL, Manifest
+from eagle_trace.capture import LEVELS, Array, Rows, Shard, dtype_name, row_statistics
+from eagle_trace.errors import OutputExistsError, RecordingError, TraceError, UsageError
+from eagle_trace.manifest import Manifest, open_seal_name, read_manifest, seal_name
+from eagle_trace.output import check_output, prepare_output, remove_empty
+from eagle_trace.parts import Numbers, PartStream, leaves
 from eagle_trace.schema import TABLES, value_schema
+from eagle_trace.store import Place, join, open_store, reason
+from eagle_trace.tables import key_columns, rows_table, topk_table
+
+__all__ = ["Shard", "TraceWriter", "check_output", "prepare_output", "remove_empty"]
 
 ROW_GROUP_BYTES = 2 << 20
-FIRST_PART_BYTES = 1 << 20
-LARGEST_PART_BYTES = 64 << 20
 QUEUE_BYTES = 256 << 20
 TABLE_ROWS = 1 << 14
+#: how old what is not on disk yet may get
+FLUSH_SECONDS = 5.0
+#: a call that was handed over in part is waited for: until the host has been silent for so long, or has not been
+#: silent for so long
+_QUIET_SECONDS, _CALL_SECONDS = 0.25, 2.0
 
+Make = Callable[[list[Any]], pa.Table]
 
-@dataclass
-class _Part:
-    """One open Parquet file."""
-
-    path: Path
-    writer: pq.ParquetWriter
-    rows: int = 0
-    bytes: int = 0
-
-
-@dataclass
-class _SiteBuffer:
-    """Rows of one (site, dtype, width) that wait for their row group, and the part they go to."""
-
-    schema: pa.Schema
-    folder: Path
-    rows: list[Rows] = field(default_factory=list)
-    values: list[Array] = field(default_factory=list)
-    bytes: int = 0
-    part: _Part | None = None
-
-
-def check_output(path: Path, *, force: bool = False) -> None:
-    """Refuse a place for a trace that is taken; changes nothing.
-
-    Raises:
-        OutputExistsError: it is a file, or holds something and `force` is not set, or holds something that is no trace.
-    """
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        is_trace = (path / SEAL).exists() or (path / OPEN_SEAL).exists()
-        if not force:
-            raise OutputExistsError(f"{path} exists: choose another --out, or --force to replace it")
-        if not is_trace:
-            raise OutputExistsError(
-                f"{path} exists and is no trace, so --force does not replace it: choose another --out"
-            )
-
-
-def prepare_output(path: Path, *, force: bool = False) -> None:
-    """Make `path` an empty folder for a trace.
-
-    Raises:
-        OutputExistsError: it is a file, or holds something and `force` is not set, or holds something that is no trace.
-    """
-    check_output(path, force=force)
-    if path.exists() and any(path.iterdir()):
-        shutil.rmtree(path)
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise RecordingError(f"cannot make the folder {path}: {error}") from error
+#: prompts and calls of data-parallel rank d are numbered from d times this on
+DP_STRIDE = 1 << 20
 
 
 class TraceWriter:
-    """Writes one trace. Every method but `seal` and `abort` returns at once; none raises for what the disk does.
+    """Writes one trace, or one rank's share of it. Every method but `flush`, `seal` and `abort` returns at once; none
+    raises for what the disk does.
 
     A failure in the background (disk full, a bug) stops the recording: later calls do nothing, `failure` holds the
     error and `seal` raises it. The host is never made to fail.
 
+    Several ranks may write into one folder without knowing of each other. The manifest of each says which `rank` of how
+    many `ranks` it is. Ranks of one ``dp_rank`` compute the same rows: the one of ``tp_rank`` 0 writes all, the others
+    only values and parameters (whatever else they are given is dropped). Ranks of another ``dp_rank`` have rows of
+    their own; their prompts and calls are renumbered by multiples of `DP_STRIDE`, so that numbers mean one thing.
+
     Args:
-        path: an empty folder (see `prepare_output`).
+        path: an empty folder, or the URL of one (see `prepare_output`).
         manifest: side, level and host must be set; the rest may be filled in until `seal`.
         max_bytes: stop recording once so many bytes of captures were taken; None for no limit.
-        rank: number of this process among those that write into the same trace.
+
+    Raises:
+        UsageError: no such level, or ranks that make no sense.
+        OutputExistsError: somebody records there, or recorded there.
+        RecordingError: the folder cannot be written.
     """
 
-    def __init__(self, path: Path, manifest: Manifest, *, max_bytes: int | None = None, rank: int = 0) -> None:
-        if manifest.level not in LEVELS:
-            raise UsageError(f"level must be one of {', '.join(LEVELS)}, not {manifest.level!r}")
-        self.path = path
+    def __init__(self, path: Place, manifest: Manifest, *, max_bytes: int | None = None) -> None:
+        _check(manifest)
+        self._store = open_store(path)
+        self.path = self._store.place
         self.manifest = manifest
         self.failure: BaseException | None = None
         self._max_bytes = max_bytes
-        self._rank = rank
+        self._first_id = manifest.dp_rank * DP_STRIDE
         self._taken = 0
         self._pending = 0
         self._room = threading.Condition()
-        self._queue: queue.SimpleQueue[tuple[str, Any] | None] = queue.SimpleQueue()
-        self._sites: dict[tuple[str, str, int], _SiteBuffer] = {}
-        self._parts_of: dict[str, int] = defaultdict(int)
-        self._tables: dict[str, list[dict[str, Any]]] = defaultdict(list)
-        self._batches: dict[str, list[pa.RecordBatch]] = defaultdict(list)
-        self._table_parts: dict[str, _Part] = {}
-        manifest.write(path, OPEN_SEAL)
+        self._queue: queue.SimpleQueue[tuple[str, Any, int] | None] = queue.SimpleQueue()
+        self._streams: dict[Any, PartStream] = {}
+        self._numbers: dict[str, Numbers] = defaultdict(Numbers)
+        self._call: int | None = None
+        self._saved_at = time.monotonic()
+        self._dirty = False
+        self._open()
         self._thread = threading.Thread(target=self._run, name="eagle-trace-writer", daemon=True)
         self._thread.start()
+
+    def _open(self) -> None:
+        manifest, store = self.manifest, self._store
+        seal = seal_name(manifest.rank)
+        taken = f"{join(store.place, seal)} is there or being made: two recorders cannot write one trace"
+        manifest.recorder = f"{socket.gethostname()}:{os.getpid()}"
+        try:
+            store.make()
+            if store.exists(seal):
+                raise OutputExistsError(taken)
+            store.create(open_seal_name(manifest.rank), manifest.to_bytes())
+        except FileExistsError as error:
+            raise OutputExistsError(taken) from error
+        except OSError as error:
+            raise RecordingError(f"cannot write into {store.place}: {reason(error)}") from error
 
     # ---- called by the recorder -------------------------------------------------------------------------------
 
@@ -131,48 +122,105 @@ class TraceWriter:
             return False
         return True
 
+    @property
+    def _leads(self) -> bool:
+        """Whether this rank writes what all ranks of its group know."""
+        return self.manifest.tp_rank == 0
+
     def put_rows(self, rows: Rows) -> None:
         """Take the keys of one forward's draft rows."""
-        self._put("rows", rows, 64 * len(rows))
+        if len(rows) and self._leads:
+            self._put("rows", self._numbered(rows), 64 * len(rows))
 
-    def put_values(self, site: str, rows: Rows, values: Array) -> None:
-        """Take the rows of one site: `values` [T, W] in the host's dtype, owned by the writer from now on."""
+    def put_values(self, site: str, rows: Rows, values: Array, shard: Shard | None = None) -> None:
+        """Take the rows of one site: `values` [T, W] in the host's dtype, owned by the writer from now on.
+
+        `shard` says which part of the columns they are; None if this rank holds all of them.
+        """
         if len(rows) != len(values) or values.ndim != 2:
             raise ValueError(f"{site}: {values.shape} values for {len(rows)} rows")
+        if shard is not None and not 0 <= shard.index < shard.count:
+            raise ValueError(f"{site}: there is no part {shard.index} of {shard.count}")
         if len(rows) and self.manifest.level != "shapes":
-            self._put("values", (site, rows, values), values.nbytes)
+            if self.failure is None:
+                # of whole rows, and of nothing that only one rank writes: ranks must stop before the same call
+                self._taken += values.nbytes * (shard.count if shard else 1)
+            self._put("values", (site, self._numbered(rows), values, shard), values.nbytes)
 
     def put_topk(self, rows: Rows, draft_ids: Array, target_ids: Array, logits: Array, logprobs: Array) -> None:
         """Take the best ids of each row: four arrays [T, K], best first."""
-        if len(rows):
-            self._put("topk", (rows, draft_ids, target_ids, logits, logprobs), draft_ids.size * 32)
+        if len(rows) and self._leads:
+            size = draft_ids.size * 32
+            self._put("topk", (self._numbered(rows), draft_ids, target_ids, logits, logprobs), size)
 
     def put_record(self, table: str, record: Mapping[str, Any]) -> None:
-        """Take one row of a small table (prompts, calls, params, rounds, floors) as a mapping of its columns."""
-        self._put("record", (table, dict(record)), 256)
+        """Take one row of a small table (prompts, calls, params, rounds, floors) as a mapping of its columns.
+
+        A prompt may be given more than once, as more of it is known: the last row of a `prompt_id` counts.
+        """
+        if self._leads or table == "params":
+            numbers = {
+                name: record[name] + self._first_id for name in ("prompt_id", "call_id") if record.get(name) is not None
+            }
+            self._put("record", (table, dict(record) | numbers), 256)
+
+    def _numbered(self, rows: Rows) -> Rows:
+        if not self._first_id:
+            return rows
+        return replace(rows, prompt_id=rows.prompt_id + self._first_id, call_id=rows.call_id + self._first_id)
+
+    def flush(self, timeout: float | None = None) -> bool:
+        """Wait until all that was taken so far is in whole files: whether it is, within `timeout` seconds."""
+        done = threading.Event()
+        self._queue.put(("flush", done, 0))
+        give_up = None if timeout is None else time.monotonic() + timeout
+        while not done.wait(0.05):
+            if not self._thread.is_alive() or (give_up is not None and time.monotonic() > give_up):
+                return False
+        return self.failure is None
 
     # ---- the end ----------------------------------------------------------------------------------------------
 
-    def seal(self) -> Path:
+    def seal(self, stopped: str | None = None) -> Place:
         """Write what is left, then the manifest, and return the trace's path.
+
+        Args:
+            stopped: why the recording ended before it was done, in a few words; None if it was done.
 
         Raises:
             RecordingError: something could not be written; the trace stays unsealed.
         """
+        if stopped is not None:
+            self.manifest.stopped = stopped
         self._stop()
+        if self.failure is None:
+            self._guarded(self._write_seal)
         if self.failure is not None:
             raise RecordingError(
-                f"recording into {self.path} failed: {self.failure}; what was written stays there, unsealed"
+                f"recording into {self.path} failed: {reason(self.failure)}; "
+                "what was whole before stays there, marked as partial"
             ) from self.failure
-        self.manifest.write(self.path)
-        (self.path / OPEN_SEAL).unlink()
         return self.path
 
+    def _write_seal(self) -> None:
+        manifest, store = self.manifest, self._store
+        manifest.recorder = ""
+        try:
+            if isinstance(store.place, Path):
+                for name, facts in manifest.files.items():
+                    if (store.place / name).stat().st_size != facts["bytes"]:
+                        raise RecordingError(f"{store.place / name} was changed by somebody else")
+            manifest.write(store, seal_name(manifest.rank))
+            store.remove(open_seal_name(manifest.rank))
+        except OSError as error:
+            raise RecordingError(f"cannot seal {store.place}: {reason(error)}") from error
+
     def abort(self, error: BaseException) -> None:
-        """Stop writing because of `error`; what is whole stays on disk, unsealed."""
+        """Stop recording because of `error`; what was taken so far stays on disk, unsealed."""
+        self.manifest.stopped, self.manifest.recorder = reason(error), ""
+        self._stop()
         if self.failure is None:
             self.failure = error
-        self._stop()
 
     def _stop(self) -> None:
         if self._thread.is_alive():
@@ -184,186 +232,150 @@ class TraceWriter:
     def _put(self, kind: str, item: Any, size: int) -> None:
         if self.failure is not None:
             return
-        self._taken += size
         with self._room:
             # one item larger than the whole budget must still get through
             self._room.wait_for(
                 lambda: self._pending == 0 or self._pending + size <= QUEUE_BYTES or self.failure is not None
             )
             self._pending += size
-        self._queue.put((kind, (item, size)))
+        self._queue.put((kind, item, size))
 
     def _run(self) -> None:
-        handlers: dict[str, Callable[[Any], None]] = {
-            "rows": self._take_rows,
-            "values": self._take_values,
-            "topk": self._take_topk,
-            "record": self._take_record,
-        }
-        while (message := self._queue.get()) is not None:
-            kind, (item, size) = message
-            if self.failure is None:
-                self._guarded(lambda: handlers[kind](item))  # noqa: B023 (called at once)
+        while True:
+            due = self._saved_at + FLUSH_SECONDS
+            try:
+                wait = max(_QUIET_SECONDS, due - time.monotonic()) if self._dirty else None
+                message = self._queue.get(timeout=wait)
+            except queue.Empty:
+                self._guarded(self._save)
+                continue
+            if message is None:
+                break
+            kind, item, size = message
+            self._guarded(lambda: self._take(kind, item, due))  # noqa: B023 (called at once)
+            if kind == "flush":
+                item.set()
             with self._room:
                 self._pending -= size
                 self._room.notify_all()
-        self._guarded(self._finish)
+        self._guarded(self._save)
+        for stream in self._streams.values():
+            stream.discard()
+        if self.failure is not None:
+            # what was saved last stays as it is, but says why it ends there and that nobody is at work any more
+            with contextlib.suppress(OSError, TraceError):
+                saved = read_manifest(self._store, open_seal_name(self.manifest.rank))
+                saved.recorder, saved.stopped = "", reason(self.failure)
+                saved.write(self._store, open_seal_name(saved.rank))
 
-    def _guarded(self, work: Any) -> None:
+    def _guarded(self, work: Callable[[], None]) -> None:
+        if self.failure is not None:
+            return
         try:
             work()
         except Exception as error:  # noqa: BLE001 (must never reach the host: kept and raised by seal)
-            if self.failure is None:
-                self.failure = error
+            self.failure = error
             with self._room:
                 self._room.notify_all()
 
-    def _take_rows(self, rows: Rows) -> None:
-        self._add_batch("rows", pa.RecordBatch.from_arrays(list(_key_columns(rows).values()), schema=TABLES["rows"]))
-
-    def _take_topk(self, item: tuple[Rows, Array, Array, Array, Array]) -> None:
-        rows, draft_ids, target_ids, logits, logprobs = item
-        k = draft_ids.shape[1]
-        keys = _key_columns(rows.take(np.repeat(np.arange(len(rows)), k)))
-        columns = {name: keys[name] for name in ("prompt_id", "root", "step", "path")}
-        columns["rank"] = pa.array(np.tile(np.arange(k, dtype=np.int32), len(rows)))
-        columns["draft_id"] = pa.array(draft_ids.reshape(-1).astype(np.int32))
-        columns["target_id"] = pa.array(target_ids.reshape(-1).astype(np.int64))
-        columns["logit"] = pa.array(logits.reshape(-1).astype(np.float32))
-        columns["logprob"] = pa.array(logprobs.reshape(-1).astype(np.float32))
-        self._add_batch("topk", pa.RecordBatch.from_arrays(list(columns.values()), schema=TABLES["topk"]))
-
-    def _take_record(self, item: tuple[str, dict[str, Any]]) -> None:
-        table, record = item
-        self._tables[table].append(record)
-        if len(self._tables[table]) >= TABLE_ROWS:
-            self._flush_records(table)
-
-    def _flush_records(self, table: str) -> None:
-        if self._tables[table]:
-            self._write_table(table, pa.Table.from_pylist(self._tables[table], schema=TABLES[table]))
-            self._tables[table].clear()
-
-    def _add_batch(self, table: str, batch: pa.RecordBatch) -> None:
-        self._batches[table].append(batch)
-        if sum(len(batch) for batch in self._batches[table]) >= TABLE_ROWS:
-            self._flush_batches(table)
-
-    def _flush_batches(self, table: str) -> None:
-        if self._batches[table]:
-            self._write_table(table, pa.Table.from_batches(self._batches[table]))
-            self._batches[table].clear()
-
-    def _write_table(self, table: str, data: pa.Table) -> None:
-        part = self._table_parts.get(table)
-        if part is None:
-            path = self.path / f"{table}.parquet"
-            part = self._table_parts[table] = _Part(path, pq.ParquetWriter(path, TABLES[table], compression="zstd"))
-        part.writer.write_table(data)
-        part.rows += len(data)
-
-    def _take_values(self, item: tuple[str, Rows, Array]) -> None:
-        site, rows, values = item
-        key = (site, dtype_name(values), values.shape[1])
-        buffer = self._sites.get(key)
-        if buffer is None:
-            level = "values" if self.manifest.level == "values" else "stats"
-            folder = self.path / "values" / f"site={site}"
-            buffer = self._sites[key] = _SiteBuffer(value_schema(*key, level), folder)
-        buffer.rows.append(rows)
-        buffer.values.append(values)
-        buffer.bytes += values.nbytes
-        if buffer.bytes >= ROW_GROUP_BYTES:
-            self._flush_site(site, buffer)
-
-    def _flush_site(self, site: str, buffer: _SiteBuffer) -> None:
-        if not buffer.rows:
+    def _take(self, kind: str, item: Any, due: float) -> None:
+        if kind == "flush":
+            self._save()
             return
-        rows = Rows.concatenate(buffer.rows)
-        values = np.ascontiguousarray(np.concatenate(buffer.values) if len(buffer.values) > 1 else buffer.values[0])
-        buffer.rows.clear()
-        buffer.values.clear()
-        buffer.bytes = 0
-        columns = _key_columns(rows)
-        statistics = row_statistics(values)
-        columns |= {name: pa.array(getattr(statistics, name)) for name in ("norm", "absmax", "mean", "nonfinite")}
-        if "values" in buffer.schema.names:
-            field_type = buffer.schema.field("values").type
-            data = pa.py_buffer(values.view(np.uint8))
-            columns["values"] = pa.FixedSizeBinaryArray.from_buffers(field_type, len(rows), [None, data])
-        part = self._open_part(site, buffer)
-        part.writer.write_table(
-            pa.Table.from_arrays([columns[name] for name in buffer.schema.names], schema=buffer.schema),
-            # a long prompt arrives in one piece: a reader should not need memory for all of it at once
-            row_group_size=-(-len(rows) // max(1, values.nbytes // ROW_GROUP_BYTES)),
-        )
-        part.rows += len(rows)
-        part.bytes += values.nbytes if "values" in buffer.schema.names else 64 * len(rows)
-        if part.bytes >= min(FIRST_PART_BYTES << (2 * self._parts_of[site]), LARGEST_PART_BYTES):
-            self._close(part)
-            buffer.part = None
+        late = time.monotonic() - due
+        if self._dirty and late >= 0 and (late >= _CALL_SECONDS or _call_of(kind, item) not in (None, self._call)):
+            self._save()
+        self._call = _call_of(kind, item) or self._call
+        self._dirty = True
+        if kind == "rows":
+            self._table("rows", rows_table).add(item, len(item))
+        elif kind == "topk":
+            self._table("topk", topk_table).add(item, item[1].size)
+        elif kind == "record":
+            self._take_record(*item)
+        else:
+            self._take_values(*item)
 
-    def _open_part(self, site: str, buffer: _SiteBuffer) -> _Part:
-        if buffer.part is None:
-            buffer.folder.mkdir(parents=True, exist_ok=True)
-            path = buffer.folder / f"rank{self._rank}-{self._parts_of[site]:05d}.parquet"
-            self._parts_of[site] += 1
-            plain = [name for name in buffer.schema.names if name != "values"]
-            buffer.part = _Part(
-                path,
-                # values: no dictionary, no statistics, no compression, so that reading is a copy and nothing else
-                pq.ParquetWriter(
-                    path,
-                    buffer.schema,
-                    compression={**dict.fromkeys(_leaves(plain), "zstd"), "values": "none"},
-                    use_dictionary=_leaves([name for name in plain if name not in ("norm", "absmax", "mean")]),
-                    write_statistics=_leaves(plain),
-                    data_page_size=ROW_GROUP_BYTES,
-                ),
-            )
-        return buffer.part
+    def _save(self) -> None:
+        """Put all that was taken into whole files, and say in the open seal that they belong together."""
+        for stream in self._streams.values():
+            stream.save()
+        self._saved_at = time.monotonic()
+        self._dirty = False
+        self.manifest.flushed = datetime.now(UTC).isoformat(timespec="seconds")
+        try:
+            self.manifest.write(self._store, open_seal_name(self.manifest.rank))
+        except OSError as error:
+            raise RecordingError(f"cannot write into {self.path}: {reason(error)}") from error
 
-    def _close(self, part: _Part) -> None:
-        part.writer.close()
-        name = part.path.relative_to(self.path).as_posix()
-        self.manifest.files[name] = {"rows": part.rows, "bytes": part.path.stat().st_size}
+    def _take_record(self, table: str, record: dict[str, Any]) -> None:
+        schema = TABLES[table]
+        self._table(table, lambda records: pa.Table.from_pylist(records, schema=schema)).add(record, 1)
 
-    def _finish(self) -> None:
-        if self.failure is None:
-            for (site, _, _), buffer in self._sites.items():
-                self._flush_site(site, buffer)
-            for table in list(self._tables):
-                self._flush_records(table)
-            for table in list(self._batches):
-                self._flush_batches(table)
-        for part in list(self._open_parts()):
-            # one file that cannot be closed must not leave the others without their footers
-            self._guarded(lambda part=part: self._close(part))
+    def _take_values(self, site: str, rows: Rows, values: Array, shard: Shard | None) -> None:
+        key = (site, dtype_name(values), values.shape[1], shard)
+        stream = self._streams.get(key)
+        if stream is None:
+            level = "values" if self.manifest.level == "values" else "stats"
+            schema = value_schema(*key[:3], level, shard)
+            made = partial(_site_table, schema)
+            stream = self._stream(f"values/site={site}", schema, made, _value_options(schema), ROW_GROUP_BYTES)
+            self._streams[key] = stream
+        stream.add((rows, values), values.nbytes)
 
-    def _open_parts(self) -> Iterable[_Part]:
-        yield from (buffer.part for buffer in self._sites.values() if buffer.part is not None)
-        yield from self._table_parts.values()
+    def _table(self, table: str, make: Make) -> PartStream:
+        stream = self._streams.get(table)
+        if stream is None:
+            options = {"compression": "zstd"}
+            stream = self._stream(f"{table}.parquet", TABLES[table], make, options, TABLE_ROWS)
+            self._streams[table] = stream
+        return stream
+
+    def _stream(self, folder: str, schema: pa.Schema, make: Make, options: dict[str, Any], group: int) -> PartStream:
+        prefix = f"{folder}/rank{self.manifest.rank}"
+        return PartStream(self._store, prefix, self._numbers[prefix], schema, make, options, group, self.manifest.files)
 
 
-def _leaves(names: Iterable[str]) -> list[str]:
-    """Parquet leaf names of columns (a list's leaf has a name of its own)."""
-    return ["path.list.element" if name == "path" else name for name in names]
+def _check(manifest: Manifest) -> None:
+    if manifest.level not in LEVELS:
+        raise UsageError(f"level must be one of {', '.join(LEVELS)}, not {manifest.level!r}")
+    if not 0 <= manifest.rank < manifest.ranks:
+        raise UsageError(f"rank {manifest.rank} is not one of {manifest.ranks} ranks (0 is the first)")
+    if not 0 <= manifest.dp_rank < 2**31 // DP_STRIDE:
+        raise UsageError(f"dp_rank {manifest.dp_rank} is not one of 0 to {2**31 // DP_STRIDE - 1}")
+    if manifest.rank == 0 and (manifest.tp_rank or manifest.dp_rank):
+        raise UsageError("rank 0 is the one of tp_rank 0 and dp_rank 0")
 
 
-def _key_columns(rows: Rows) -> dict[str, pa.Array]:
-    """Arrow columns of the keys, in schema order."""
-    lengths = rows.step.astype(np.int64)
-    offsets = np.zeros(len(rows) + 1, dtype=np.int32)
-    np.cumsum(lengths, out=offsets[1:])
-    inside = np.arange(rows.path.shape[1])[None, :] < lengths[:, None]
+def _call_of(kind: str, item: Any) -> int | None:
+    """The forward that what was handed over belongs to, if to one."""
+    if kind == "record":
+        call = item[1].get("call_id")
+        return None if call is None else int(call)
+    rows = item if kind == "rows" else item[1] if kind == "values" else item[0]
+    return int(rows.call_id[0])
+
+
+def _site_table(schema: pa.Schema, items: Sequence[tuple[Rows, Array]]) -> pa.Table:
+    """Rows of one site as a table: keys, statistics, and the bytes where the level keeps them."""
+    rows = Rows.concatenate([one for one, _ in items])
+    values = np.ascontiguousarray(np.concatenate([one for _, one in items]) if len(items) > 1 else items[0][1])
+    columns = key_columns(rows)
+    statistics = row_statistics(values)
+    columns |= {name: pa.array(getattr(statistics, name)) for name in ("norm", "absmax", "mean", "nonfinite")}
+    if "values" in schema.names:
+        data = pa.py_buffer(values.view(np.uint8))
+        columns["values"] = pa.FixedSizeBinaryArray.from_buffers(schema.field("values").type, len(rows), [None, data])
+    return pa.Table.from_arrays([columns[name] for name in schema.names], schema=schema)
+
+
+def _value_options(schema: pa.Schema) -> dict[str, Any]:
+    """How a site's parts are written."""
+    plain = [name for name in schema.names if name != "values"]
+    # values: no dictionary, no statistics, no compression, so that reading is a copy and nothing else
     return {
-        "prompt_id": pa.array(rows.prompt_id),
-        "root": pa.array(rows.root),
-        "step": pa.array(rows.step),
-        "round": pa.array(rows.round),
-        "call_id": pa.array(rows.call_id),
-        "token_id": pa.array(rows.token_id),
-        "position": pa.array(rows.position),
-        "path": pa.ListArray.from_arrays(pa.array(offsets), pa.array(rows.path[inside])),
-        "own_path": pa.array(rows.own_path),
+        "compression": {**dict.fromkeys(leaves(plain), "zstd"), "values": "none"},
+        "use_dictionary": leaves([name for name in plain if name not in ("norm", "absmax", "mean")]),
+        "write_statistics": leaves(plain),
+        "data_page_size": ROW_GROUP_BYTES,
     }

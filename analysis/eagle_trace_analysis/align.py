@@ -44,6 +44,7 @@ class Alignment:
         self.serve = serve
         self._numbers = {key: number for number, key in enumerate(_union(train.prompts, serve.prompts))}
         self._given_train, self._given_serve = (_tokens_given(trace, self._numbers) for trace in (train, serve))
+        self._cached = _tokens_cached(serve, self._numbers)
         self._parted = _answers_part(train, serve, self._numbers)
         on_serve = set(serve.prompts["prompt_key"])
         self.prompt_keys: list[str] = [key for key in train.prompts["prompt_key"] if key in on_serve]
@@ -97,6 +98,8 @@ class Alignment:
             fate[(fate == UNMATCHED) & (rows.root + 1 >= given[np.minimum(numbers, len(given) - 1)])] = CODE_OF[
                 "not-given"
             ]
+        cached = train.root < self._cached[np.minimum(numbers_t, len(self._cached) - 1)]
+        pairs.train_fate[(pairs.train_fate == UNMATCHED) & cached] = CODE_OF["prefix-cache"]
         # two greedy answers may part for a rounding error of the target: what follows is no fault of the draft
         parted_t, parted_s = (
             rows.root + 1 >= self._parted[np.minimum(numbers, len(self._parted) - 1)]
@@ -275,6 +278,14 @@ def _tokens_given(trace: Trace, numbers: dict[str, int]) -> Int:
     for key, length in zip(table.column("prompt_key").to_pylist(), lengths, strict=True):
         given[numbers[key]] = np.iinfo(np.int64).max if length is None else length
     return given
+
+
+def _tokens_cached(trace: Trace, numbers: dict[str, int]) -> Int:
+    """How many tokens of each prompt the server took from its prefix cache, by the prompt's common number."""
+    cached = np.zeros(len(numbers) + 1, dtype=np.int64)
+    for row in trace.table("prompts").select(["prompt_key", "cached_tokens"]).to_pylist():
+        cached[numbers[row["prompt_key"]]] = row["cached_tokens"] or 0
+    return cached
 
 
 def _answers_part(train: Trace, serve: Trace, numbers: dict[str, int]) -> Int:

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from eagle_trace.reader import Trace
@@ -27,7 +25,7 @@ def shapes_of(trace: Trace) -> Shapes:
     """Width and dtype of each value site a trace knows: of its rows where it kept some, else as the host
     showed them.
 
-    ``topk.*`` is listed with width 0 where topk.parquet holds rows. ``token`` and ``position`` are left out.
+    ``topk.*`` is listed with width 0 where the table of best ids holds rows. ``token`` and ``position`` are left out.
     """
     seen = {
         site: set(shapes) for site, shapes in trace.shapes.items() if site not in ("token", "position", *TOPK_SITES)
@@ -35,22 +33,9 @@ def shapes_of(trace: Trace) -> Shapes:
     for site in trace.sites:
         if data := trace.site_data(site):
             seen[site] = {(one.width, one.dtype) for one in data}
-    if _topk_rows(trace):
+    if trace.table_rows("topk"):
         seen |= {site: {(0, "int64")} for site in TOPK_SITES}
     return seen
-
-
-def _topk_rows(trace: Trace) -> int:
-    """Rows of topk.parquet; none if it is not there, or an interrupted recording left it without its footer."""
-    path = trace.path / "topk.parquet"
-    if not path.exists():
-        return 0
-    try:
-        return int(pq.read_metadata(path).num_rows)
-    except (pa.ArrowInvalid, OSError):
-        if trace.sealed:
-            raise
-        return 0
 
 
 def check_shapes(

@@ -28,6 +28,7 @@ from eagle_trace_analysis.frontier import find_frontier, shape_order
 from eagle_trace_analysis.metrics import IdMetrics, Metrics
 from eagle_trace_analysis.pairs import SKIP_REASONS, Coverage, Pairs
 from eagle_trace_analysis.prediction import predict
+from eagle_trace_analysis.ranks import check_ranks
 from eagle_trace_analysis.result import Diff, Divergence, Note, SiteResult
 from eagle_trace_analysis.tolerance import Tolerance, Tolerances
 from eagle_trace_analysis.topk import check_topk
@@ -270,7 +271,12 @@ class _Comparison:
                 self.notes.append(
                     Note("stopped", f"recording of {trace.path} stopped early ({trace.manifest.stopped})")
                 )
-        if self.train.manifest.prompts_digest != self.serve.manifest.prompts_digest:
+            if found := check_ranks(trace):
+                more = f"; and {len(found) - _LISTED} more" if len(found) > _LISTED else ""
+                text = "; ".join(one.text for one in found[:_LISTED])
+                self.notes.append(Note("ranks", f"{trace.path}: ranks differ at {text}{more}"))
+        digests = {self.train.manifest.prompts_digest, self.serve.manifest.prompts_digest}
+        if len(digests) > 1 and "" not in digests:
             self.notes.append(Note("prompts-digest", "the two sides were recorded on different sets of prompts"))
 
 

@@ -21,6 +21,7 @@ SKIP_REASONS = {
     "other-tokens": "the other side fed other tokens below this root",
     "answers-part": "the two sides' answers part before this row: replay this very serve trace to pair it",
     "not-given": "the other side was given fewer tokens of this prompt and ends before this root",
+    "prefix-cache": "the server took this position from its prefix cache and computed nothing for it",
     "not-materialised": "the other side never computes the site for this row",
     "position-offset": "positions differ by a constant, so rotated vectors differ and attention does not",
 }

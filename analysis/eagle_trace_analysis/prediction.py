@@ -120,7 +120,9 @@ def _best_ids(train: Trace, first: Mapping[str, int]) -> dict[str, dict[Chain, i
     for number, key in numbers.items():
         start[number] = first.get(key, np.iinfo(np.int64).max)
     prompt, root, rank = (table.column(name).to_numpy() for name in ("prompt_id", "root", "rank"))
-    table = table.take(np.flatnonzero((rank == 0) & (root >= start[prompt])))
+    # an interrupted recording may have best ids of prompts that it does not name
+    named = np.flatnonzero((rank == 0) & (prompt < len(start)))
+    table = table.take(named[root[named] >= start[prompt[named]]])
     found: dict[str, dict[Chain, int]] = {}
     if not table.num_rows:
         return found

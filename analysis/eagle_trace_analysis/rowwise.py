@@ -6,7 +6,6 @@ Streaming: memory grows with the number of rows, not with their width.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,7 +30,7 @@ def open_traces(diff: Diff, train: Trace | None = None, serve: Trace | None = No
         TraceNotFoundError: a trace is no longer there (pass it in).
     """
     found = [
-        given or open_trace(Path(str(diff.traces[side]["path"])), allow_partial=True)
+        given or open_trace(str(diff.traces[side]["path"]), allow_partial=True)
         for side, given in (("train", train), ("serve", serve))
     ]
     return found[0], found[1]

@@ -29,8 +29,8 @@ class Sites(StrEnum):
 
 
 def diff(
-    train: Annotated[Path, typer.Argument(help="Trace of the training side.", show_default=False)],
-    serve: Annotated[Path, typer.Argument(help="Trace of the serving side.", show_default=False)],
+    train: Annotated[str, typer.Argument(help="Trace of the training side: a folder, or a URL.", show_default=False)],
+    serve: Annotated[str, typer.Argument(help="Trace of the serving side.", show_default=False)],
     format: Annotated[
         Format,
         typer.Option(help="text; html: one file with plots, needs --out; json: for programs (docs/diff-json.md)."),

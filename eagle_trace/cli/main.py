@@ -1,9 +1,10 @@
 """`eagle-trace`: exit status 0 when all is well, 1 when two traces diverge, 2 when the work could not be done,
-3 for a bug (with its traceback), 130 after Ctrl-C.
+3 for a bug (with its traceback), 130 after Ctrl-C, 143 after a SIGTERM.
 """
 
 from __future__ import annotations
 
+import signal
 import traceback
 from typing import Annotated, Any
 
@@ -20,6 +21,16 @@ from eagle_trace.errors import EagleTraceError
 
 BUG = 3  # with its traceback; 1 would mean "diverged"
 INTERRUPTED = 130  # what shells report for a program ended by Ctrl-C; 1 would mean "diverged"
+TERMINATED = 143
+
+
+class _Terminated(KeyboardInterrupt):
+    """A SIGTERM, which unwinds as Ctrl-C does: hosts are ended, temporary folders go."""
+
+
+def _terminate(*_: object) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one must not interrupt the clearing up
+    raise _Terminated
 
 
 class _Commands(TyperGroup):
@@ -36,9 +47,10 @@ class _Commands(TyperGroup):
                 raise  # how the parser itself ends
             traceback.print_exc()
             ctx.exit(BUG)
-        except KeyboardInterrupt:
-            typer.echo("eagle-trace: interrupted; nothing was sealed", err=True)
-            ctx.exit(INTERRUPTED)
+        except KeyboardInterrupt as error:
+            terminated = isinstance(error, _Terminated)
+            typer.echo(f"eagle-trace: {'terminated' if terminated else 'interrupted'}; nothing was sealed", err=True)
+            ctx.exit(TERMINATED if terminated else INTERRUPTED)
 
 
 app = typer.Typer(
@@ -78,6 +90,7 @@ def _options(
 
 def main() -> None:
     """Run the command line."""
+    signal.signal(signal.SIGTERM, _terminate)
     app()
 
 

@@ -11,6 +11,7 @@ import typer
 
 from eagle_trace.cli.progress import Progress
 from eagle_trace.errors import UsageError
+from eagle_trace.store import Place, as_place
 
 
 class Mode(StrEnum):
@@ -30,12 +31,14 @@ class Level(StrEnum):
 
 def record(
     mode: Annotated[Mode, typer.Option(help="Which forward: speculators' training forward, or SGLang's draft worker.")],
-    draft: Annotated[Path, typer.Option(help="Draft checkpoint: speculators format for train, SGLang's for serve.")],
-    out: Annotated[Path, typer.Option(help="Folder to write the trace to.")],
+    out: Annotated[str, typer.Option(help="Folder to write the trace to, or its URL (s3://bucket/run.trace).")],
+    draft: Annotated[
+        Path | None, typer.Option(help="Draft checkpoint: speculators format for train, SGLang's for serve.")
+    ] = None,
     target: Annotated[Path | None, typer.Option(help="Target checkpoint, Hugging Face format.")] = None,
     prompts: Annotated[Path | None, typer.Option(help="JSON lines with prompt, messages or input_ids.")] = None,
     replay: Annotated[
-        Path | None, typer.Option(help="train: take tokens and draft chains from this serve trace.")
+        str | None, typer.Option(help="train: take tokens and draft chains from this serve trace.")
     ] = None,
     features: Annotated[
         str | None,
@@ -48,10 +51,40 @@ def record(
     ] = None,
     dtype: Annotated[str, typer.Option(help="float32, float16, bfloat16, or auto: the checkpoint's own.")] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    attach: Annotated[
+        str | None,
+        typer.Option(help="serve: URL of a server started with EAGLE_TRACE_OUT=FOLDER, instead of starting one."),
+    ] = None,
+    api_key: Annotated[
+        str | None, typer.Option(help="attach: the server's API key.", envvar="EAGLE_TRACE_API_KEY")
+    ] = None,
+    requests: Annotated[
+        int | None, typer.Option(help="attach, without --prompts: record the next so many requests. Default: 8.")
+    ] = None,
+    match: Annotated[
+        str, typer.Option(help="attach, without --prompts: only request ids with this regular expression.")
+    ] = "",
+    sample: Annotated[
+        float, typer.Option(help="attach, without --prompts: only this share (0 to 1) of the requests.")
+    ] = 1.0,
+    timeout: Annotated[float, typer.Option(help="attach: seconds an answer may take.")] = 600.0,
+    seconds: Annotated[
+        float | None, typer.Option(help="attach: seal after so long, whatever is still going on.")
+    ] = None,
+    temperature: Annotated[float, typer.Option(help="serve: 0 for greedy answers.")] = 0.0,
     max_new_tokens: Annotated[int, typer.Option(help="serve: tokens to answer to each prompt.")] = 48,
     batch_size: Annotated[int, typer.Option(help="serve: prompts sent at once.")] = 8,
     level: Annotated[Level, typer.Option(help="How much to keep of each row.")] = Level.values,
     max_bytes: Annotated[str | None, typer.Option(help="Stop recording after so much, e.g. 500MB or 4GB.")] = None,
+    sites: Annotated[str | None, typer.Option(help="Keep only these sites, e.g. 'fc.*,logits'.")] = None,
+    roots: Annotated[
+        str | None, typer.Option(help="Keep only rows from these prompt positions, e.g. 0:64,100.")
+    ] = None,
+    only_steps: Annotated[str | None, typer.Option(help="Keep only these draft steps, e.g. 0:2.")] = None,
+    only_prompts: Annotated[str | None, typer.Option(help="Only these lines of --prompts, from 0, e.g. 0:4.")] = None,
+    keep_cuda_graphs: Annotated[
+        bool, typer.Option("--keep-cuda-graphs", help="serve: record at the boundaries of SGLang's CUDA graphs only.")
+    ] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace the trace at --out.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="Show no progress.")] = False,
     sglang_args: Annotated[
@@ -60,61 +93,64 @@ def record(
     ] = None,
 ) -> None:
     """Record one side of a draft model into a trace."""
-    budget = None if max_bytes is None else parse_bytes(max_bytes)
-    common = {
-        "target": target, "draft": draft, "out": out, "prompts": prompts, "dtype": dtype, "device": device,
-        "level": level.value, "max_bytes": budget, "force": force,
-    }  # fmt: skip
-    if mode is Mode.serve:
-        if target is None or prompts is None:
-            raise UsageError("record --mode serve needs --target, --draft, --prompts and --out")
-        if replay is not None or features is not None:
-            raise UsageError("--replay and --features belong to record --mode train")
-        own: dict[str, Any] = {
-            "steps": steps or 3, "topk": topk, "draft_tokens": draft_tokens, "max_new_tokens": max_new_tokens,
-            "batch_size": batch_size, "sglang_args": tuple(sglang_args or ()), "argv": tuple(sys.argv),
+    from eagle_trace.recorder import find_recorder
+    from eagle_trace.selection import Selection, parse_bytes
+
+    selection = Selection.parse(sites=sites, roots=roots, steps=only_steps, prompts=only_prompts)
+    common: dict[str, Any] = {"prompts": prompts, "out": as_place(out), "level": level.value, "force": force}
+    common |= {"selection": selection}
+    asking = {"max_new_tokens": max_new_tokens, "batch_size": batch_size, "temperature": temperature}
+    name = mode.value
+    if attach is not None:
+        _refuse(mode is Mode.train, "--attach belongs to record --mode serve")
+        _refuse(
+            bool(target or draft or sglang_args), "a server at --attach has its target, draft and arguments already"
+        )
+        name = "attach"
+        common |= asking | {
+            "url": attach, "api_key": api_key, "timeout": timeout, "match": match, "sample": sample,
+            "seconds": seconds, "max_bytes": max_bytes, "keep_cuda_graphs": keep_cuda_graphs, "argv": list(sys.argv),
+            "requests": 8 if requests is None else requests,
+        }  # fmt: skip
+    elif mode is Mode.serve:
+        if target is None or draft is None or prompts is None:
+            raise UsageError("record --mode serve needs --target, --draft, --prompts and --out, or --attach URL")
+        _refuse(replay is not None or features is not None, "--replay and --features belong to record --mode train")
+        common |= asking | {
+            "target": target, "draft": draft, "dtype": dtype, "device": device,
+            "max_bytes": parse_bytes(max_bytes) if max_bytes else None,
+            "steps": 3 if steps is None else steps, "topk": topk, "draft_tokens": draft_tokens,
+            "keep_cuda_graphs": keep_cuda_graphs, "sglang_args": tuple(sglang_args or ()), "argv": tuple(sys.argv),
         }  # fmt: skip
     else:
-        if sglang_args:
-            raise UsageError("arguments after -- go to SGLang, which record --mode train does not start")
-        if (prompts is None) == (replay is None):
-            raise UsageError("record --mode train needs exactly one of --prompts and --replay")
-        own = {
-            "replay": replay, "features": features or ("compute" if target else "serve"), "steps": steps,
+        _refuse(bool(sglang_args), "arguments after -- go to SGLang, which record --mode train does not start")
+        _refuse(draft is None, "record --mode train needs --draft")
+        _refuse(
+            (prompts is None) == (replay is None), "record --mode train needs exactly one of --prompts and --replay"
+        )
+        common |= {
+            "target": target, "draft": draft, "dtype": dtype, "device": device,
+            "max_bytes": parse_bytes(max_bytes) if max_bytes else None,
+            "replay": None if replay is None else as_place(replay),
+            "features": features or ("compute" if target else "serve"), "steps": steps,
             "argv": list(sys.argv),
         }  # fmt: skip
-    from eagle_trace.recorder import find_recorder
 
     with Progress(quiet) as progress:
-        path = find_recorder(mode.value)(**common, **own, progress=progress)
+        path = find_recorder(name)(**common, progress=progress)
     typer.echo(f"Wrote {path}")
     typer.echo(_next_command(mode, path, replay, target))
 
 
-def _next_command(mode: Mode, path: Path, replay: Path | None, target: Path | None) -> str:
+def _refuse(wrong: bool, sentence: str) -> None:
+    if wrong:
+        raise UsageError(sentence)
+
+
+def _next_command(mode: Mode, path: Place, replay: str | None, target: Path | None) -> str:
     if mode is Mode.serve:
         return (
-            f"Next: eagle-trace record --mode train --target {target} --draft SPECULATORS_DRAFT "
+            f"Next: eagle-trace record --mode train --target {target or 'TARGET'} --draft SPECULATORS_DRAFT "
             f"--replay {path} --out train.trace"
         )
     return f"Next: eagle-trace diff {path} {replay or 'SERVE_TRACE'}"
-
-
-def parse_bytes(text: str) -> int:
-    """A number of bytes with an optional decimal unit (KB, MB, GB, TB).
-
-    Raises:
-        UsageError: not a positive amount.
-    """
-    units = {"TB": 10**12, "GB": 10**9, "MB": 10**6, "KB": 10**3, "B": 1, "": 1}
-    upper = text.strip().upper()
-    for unit, factor in units.items():
-        if upper.endswith(unit):
-            try:
-                amount = float(upper.removesuffix(unit)) * factor
-            except ValueError:
-                break
-            if amount >= 1:
-                return int(amount)
-            break
-    raise UsageError(f"--max-bytes must be a positive amount such as 500MB or 4GB, not {text!r}")

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import sys
 from enum import StrEnum
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from eagle_trace.errors import UsageError
+from eagle_trace.errors import TraceDamagedError, UsageError
 
 
 class ShowFormat(StrEnum):
@@ -20,7 +19,7 @@ class ShowFormat(StrEnum):
 
 
 def show(
-    trace: Annotated[Path, typer.Argument(help="The trace.", show_default=False)],
+    trace: Annotated[str, typer.Argument(help="The trace: a folder, or a URL.", show_default=False)],
     site: Annotated[
         str | None, typer.Option(help="Print one row of this site (with --root).", show_default=False)
     ] = None,
@@ -29,6 +28,9 @@ def show(
     step: Annotated[int, typer.Option(help="The row's draft step.")] = 0,
     format: Annotated[ShowFormat, typer.Option("--format", help="text, or json for programs.")] = ShowFormat.text,
     limit: Annotated[int, typer.Option(min=0, help="How many prompts and verify rounds to list.")] = 8,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Read every file in full and compare its checksum first.")
+    ] = False,
     allow_partial: Annotated[bool, typer.Option("--allow-partial", help="Read what is whole of a trace.")] = False,
 ) -> None:
     """Show what was recorded, by whom and how; or one row of one site."""
@@ -39,6 +41,8 @@ def show(
     if (site is None) != (root is None):
         raise UsageError("one row needs both: --site fc.out --root 12 (and --prompt, --step)")
     opened = open_trace(trace, allow_partial=allow_partial)
+    if verify and (altered := opened.verify()):
+        raise TraceDamagedError(f"{trace} is damaged: {'; '.join(altered)}. Record it again")
     if site is not None and root is not None:
         data, render = report.row(opened, site, prompt, root, step), show_text.render_row
     else:

@@ -7,7 +7,42 @@ from pathlib import Path
 from typing import Any
 
 from eagle_trace.checkpoints import read_config
-from eagle_trace.errors import CheckpointError
+from eagle_trace.errors import CheckpointError, UsageError
+
+TENSOR_PARALLEL = ("--tp", "--tp-size", "--tensor-parallel-size")
+DATA_PARALLEL = ("--dp", "--dp-size", "--data-parallel-size", "--attn-dp-size")
+ONE_REPLICA = (
+    "with data parallelism each replica answers other requests, and only one would be recorded: "
+    "record without --dp-size, --attn-dp-size and --enable-dp-attention"
+)
+
+
+def tensor_parallel_size(extra: Sequence[str]) -> int:
+    """Ranks that SGLang's own arguments ask for."""
+    return _number(extra, TENSOR_PARALLEL)
+
+
+def check_parallelism(extra: Sequence[str]) -> None:
+    """Refuse SGLang arguments by which one recording would not hold all requests.
+
+    Raises:
+        UsageError: they ask for more than one replica.
+    """
+    if _number(extra, DATA_PARALLEL) > 1 or "--enable-dp-attention" in extra:
+        raise UsageError(ONE_REPLICA)
+
+
+def _number(extra: Sequence[str], names: Sequence[str]) -> int:
+    """Value of the last of the options `names` among `extra`; 1 if there is none, or none that is a number."""
+    found = 1
+    words = list(extra)
+    for at, word in enumerate(words):
+        name, _, value = word.partition("=")
+        if not value:
+            value = "".join(words[at + 1 : at + 2])
+        if name in names and value.isdecimal():
+            found = int(value)
+    return found
 
 
 def check_deployment(target: Path, draft: Path) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -52,12 +87,14 @@ def server_arguments(
     device: str,
     tokens: int,
     extra: Sequence[str],
+    keep_cuda_graphs: bool = False,
 ) -> tuple[list[str], list[str]]:
     """SGLang's command line for a recording, and one sentence for each thing that recording changes.
 
     Args:
         tokens: room in the key/value cache, in tokens (used on CPU, where SGLang cannot work it out).
         extra: the user's own arguments; they come last and win.
+        keep_cuda_graphs: whether SGLang may use its CUDA graphs.
     """
     arguments = {
         "--model-path": str(target),
@@ -71,8 +108,10 @@ def server_arguments(
         "--log-level": "info",
         "--random-seed": "0",
     }
-    changes = ["CUDA graphs off: Python hooks do not run inside a replayed graph"]
-    flags = ["--disable-cuda-graph", "--skip-server-warmup"]
+    flags, changes = ["--skip-server-warmup"], []
+    if not keep_cuda_graphs:
+        flags.append("--disable-cuda-graph")
+        changes.append("CUDA graphs off: Python hooks do not run inside a replayed graph")
     if "--enable-radix-cache" not in extra:
         flags.append("--disable-radix-cache")
         changes.append("prefix cache off: a cached position is not computed, so it could not be recorded")

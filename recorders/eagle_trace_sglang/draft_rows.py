@@ -11,7 +11,7 @@ tokens a request, B requests):
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -71,15 +71,18 @@ class _Request:
 
 
 class RowTracker:
-    """Follows every recorded request over its calls and turns each call into `Rows`.
+    """Follows every admitted request over its calls and turns each call into `Rows`.
 
-    Args:
-        prompts: prompt id of each request id to record; calls of other requests (warm-up, other users) are no data.
+    Calls of other requests (warm-up, other users) are no data.
     """
 
-    def __init__(self, prompts: Mapping[str, int]) -> None:
-        self._requests = {rid: _Request(prompt_id) for rid, prompt_id in prompts.items()}
+    def __init__(self) -> None:
+        self._requests: dict[str, _Request] = {}
         self._parents: Ints | None = None
+
+    def admit(self, rid: str, prompt_id: int) -> None:
+        """Follow request `rid` from its first call on, as prompt `prompt_id`."""
+        self._requests[rid] = _Request(prompt_id)
 
     def __contains__(self, rid: str) -> bool:
         return rid in self._requests
@@ -87,6 +90,10 @@ class RowTracker:
     def prompt_id(self, rid: str) -> int:
         """Prompt id of a recorded request."""
         return self._requests[rid].prompt_id
+
+    def first_root(self, rid: str) -> int:
+        """First position of a request that was computed; those before it came from a prefix cache. 0 before any was."""
+        return min(self._requests[rid].tokens, default=0)
 
     def committed(self, rid: str, prompt: Sequence[int]) -> list[int]:
         """`prompt` and every token the server committed behind it, also those past the end of its answer."""
@@ -122,11 +129,15 @@ class RowTracker:
             if rid in self._requests:
                 request = self._requests[rid]
                 data = length if call.accept_lens is None else int(call.accept_lens[b])
-                at = np.arange(start, start + data, dtype=np.intp)
+                # a request that had to give up its memory is computed again from its first token on
+                at = np.array(
+                    [row for row in range(start, start + data) if int(call.positions[row]) not in request.tokens],
+                    dtype=np.intp,
+                )
                 kept.append(at)
                 request.tokens |= zip(call.positions[at].tolist(), call.input_ids[at].tolist(), strict=True)
-                prompt_ids += [request.prompt_id] * data
-                rounds += [request.rounds] * data
+                prompt_ids += [request.prompt_id] * len(at)
+                rounds += [request.rounds] * len(at)
             start += length
         index = np.concatenate(kept) if kept else np.zeros(0, dtype=np.intp)
         positions = call.positions[index].astype(np.int32)

@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import json
 import sys
-from importlib.metadata import version
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from eagle_trace.errors import EagleTraceError
+from eagle_trace.errors import EagleTraceError, HostError
 from eagle_trace.prompts import Prompt, tokenize
+from eagle_trace_sglang.control import Control
+from eagle_trace_sglang.requests import speculation
 from eagle_trace_sglang.session import connect
+
+#: where the engine finds the `record` that started it
+ENGINE = "EAGLE_TRACE_ENGINE"
 
 
 def _tokenizer(target: str, trust_remote_code: bool) -> Any:
@@ -41,12 +45,10 @@ def _generate(
             sampling_params=[dict(sampling) for _ in chunk],
             rid=[rid for rid, _ in chunk],
         )
+        _control().raise_failure()
         for (rid, _), answer in zip(chunk, answers, strict=True):
-            meta = answer["meta_info"]
-            spec = {
-                key: value for key, value in meta.items() if key.startswith("spec_") and isinstance(value, int | float)
-            }
-            connection.send(("answer", rid, list(answer["output_ids"]), answer.get("text") or "", spec))
+            counts = speculation(answer["meta_info"])
+            connection.send(("answer", rid, list(answer["output_ids"]), answer.get("text") or "", counts))
     connection.send(("answered",))
 
 
@@ -56,13 +58,13 @@ def _tokens(connection: Connection, tokenizer: Any, prompts: list[dict[str, Any]
     except EagleTraceError as error:
         connection.send(("refused", str(error)))
         return
-    connection.send(("tokens", token_ids, [tokenizer.decode(ids) if tokenizer else "" for ids in token_ids]))
+    connection.send(("tokens", token_ids))
 
 
 def main() -> None:
     """Serve the job named on the command line until told to stop."""
     job = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
-    connection = connect("engine")
+    connection = connect("engine", ENGINE)
     if connection is None:
         raise SystemExit("eagle_trace_sglang.engine is started by `eagle-trace record --mode serve`, not by hand")
     import sglang
@@ -72,7 +74,11 @@ def main() -> None:
     tokenizer = _tokenizer(job["target"], server_args.trust_remote_code)
     engine = sglang.Engine(server_args=server_args)
     try:
-        connection.send(("ready", {name: version(name) for name in ("sglang", "torch", "transformers", "numpy")}))
+        try:
+            connection.send(("ready", _control().wait_until_armed()[0]))
+        except EagleTraceError as error:
+            connection.send(("failed", str(error), ""))
+            return
         while True:
             try:
                 name, *arguments = connection.recv()
@@ -80,12 +86,37 @@ def main() -> None:
                 return
             if name == "stop":
                 return
-            if name == "tokenize":
-                _tokens(connection, tokenizer, *arguments)
-            else:
-                _generate(engine, connection, *arguments)
+            try:
+                _obey(engine, connection, tokenizer, name, arguments)
+            except EagleTraceError as error:
+                connection.send(("failed", str(error), ""))
     finally:
         engine.shutdown()
+
+
+def _obey(engine: Any, connection: Connection, tokenizer: Any, name: str, arguments: list[Any]) -> None:
+    if name == "tokenize":
+        _tokens(connection, tokenizer, *arguments)
+    elif name == "begin":
+        _control().start(*arguments)
+        connection.send(("recording",))
+    elif name == "finish":
+        _control().finish(*arguments)
+        connection.send(("sealed",))
+    else:
+        _generate(engine, connection, *arguments)
+
+
+def _control() -> Control:
+    from eagle_trace_sglang.attached import control
+
+    found = control()
+    if found is None:
+        raise HostError(
+            "SGLang started without the plugin `eagle_trace`: is eagle-trace installed beside SGLang, "
+            "and does SGLANG_PLUGINS leave it out?"
+        )
+    return found
 
 
 if __name__ == "__main__":  # SGLang spawns processes that import this module again

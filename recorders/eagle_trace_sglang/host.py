@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections import deque
 from collections.abc import Sequence
 from multiprocessing.connection import Connection, wait
@@ -19,29 +18,31 @@ import psutil
 
 from eagle_trace.errors import HostError, PromptsError, RecordingError
 from eagle_trace_sglang import cpu
-from eagle_trace_sglang.plugin import CPU_KERNELS
+from eagle_trace_sglang.attached import VARIABLES
+from eagle_trace_sglang.engine import ENGINE
+from eagle_trace_sglang.plugin import CPU_KERNELS, OUT, PREFIX
 from eagle_trace_sglang.session import Message, Session
 
 LOG_LINES = 25
 #: how long SGLang may take to end by itself before it is killed
 STOP_SECONDS = 15.0
-#: how long after SGLang is ready its recorder may take to report; it does so before that, unless it never loaded
-ARM_SECONDS = 10.0
 
 
 class Host:
-    """The engine's process, its children, and the connections to engine and recorder. A context manager."""
+    """The engine's process, its children, and the connection to it. A context manager."""
 
-    def __init__(self, target: Path, arguments: Sequence[str], device: str) -> None:
-        self._session = Session()
-        self._connections: dict[str, Connection] = {}
-        self._inbox: dict[str, deque[Message]] = {"engine": deque(), "recorder": deque()}
+    def __init__(self, target: Path, arguments: Sequence[str], device: str, ranks: int = 1) -> None:
+        self._session = Session(ENGINE)
+        self._connection: Connection | None = None
+        self._inbox: deque[Message] = deque()
         self._stopping = False
         job = self._session.folder / "job.json"
         job.write_text(json.dumps({"server_args": list(arguments), "target": str(target)}))
-        environment = os.environ | self._session.environment
+        # what the user set for servers of their own does not hold for this one, which waits to be told
+        environment = {name: value for name, value in os.environ.items() if name not in VARIABLES}
+        environment |= self._session.environment | {OUT: str(self._session.folder), f"{PREFIX}REQUESTS": "0"}
         if device == "cpu":
-            environment = cpu.cpu_environment(environment) | {CPU_KERNELS: "1"}
+            environment = cpu.cpu_environment(environment, ranks=ranks) | {CPU_KERNELS: "1"}
         self._log = self._session.folder / "sglang.log"
         with self._log.open("wb") as stream:
             self._process = subprocess.Popen(
@@ -63,44 +64,37 @@ class Host:
         finally:
             self._session.close()
 
-    def send(self, role: str, *message: Any) -> None:
-        """Send a message to ``engine`` or ``recorder``."""
+    def send(self, *message: Any) -> None:
+        """Send a message to the engine."""
+        if self._connection is None:
+            raise RuntimeError("the engine has not connected yet")
         try:
-            self._connections[role].send(message)
+            self._connection.send(message)
         except OSError:
             self._died()
 
-    def receive(self, role: str, name: str) -> list[Any]:
-        """Arguments of the next message from `role`, which must be the one called `name`."""
-        got, *arguments = self.next(role)
+    def receive(self, name: str) -> list[Any]:
+        """Arguments of the next message, which must be the one called `name`."""
+        got, *arguments = self.next()
         if got != name:
-            raise RuntimeError(f"the {role} said {got!r} where {name!r} was expected")
+            raise RuntimeError(f"the engine said {got!r} where {name!r} was expected")
         return arguments
 
-    def next(self, role: str) -> Message:
-        """The next message from `role`.
+    def next(self) -> Message:
+        """The next message.
 
         Raises:
             HostError: SGLang ended, or never loaded the recorder.
-            RecordingError: the recorder reports that it failed.
+            RecordingError: the recording failed.
             PromptsError: the engine refuses the prompts.
         """
-        deadline: float | None = None
-        while not self._inbox[role]:
-            if role == "recorder" and role not in self._connections:
-                deadline = deadline or time.monotonic() + ARM_SECONDS
-                if time.monotonic() > deadline:
-                    raise HostError(
-                        "SGLang started, but its recorder did not report: the plugin `eagle_trace` was not loaded or "
-                        "found no draft worker of this SGLang version; is eagle-trace installed beside SGLang, and is "
-                        f"SGLANG_PLUGINS set? SGLang's last lines:\n{self.last_lines()}"
-                    )
+        while not self._inbox:
             self._pump()
-        return self._inbox[role].popleft()
+        return self._inbox.popleft()
 
     def stop(self) -> None:
         """Tell the engine to end by itself."""
-        self.send("engine", "stop")
+        self.send("stop")
         self._stopping = True
 
     def last_lines(self) -> str:
@@ -109,24 +103,21 @@ class Host:
         return "\n".join(lines[-LOG_LINES:])
 
     def _pump(self) -> None:
-        """Take in whatever arrives within half a second, and notice who died."""
-        roles = {connection: role for role, connection in self._connections.items()}
-        sources: list[Any] = [self._session, *roles]
-        source: Any
-        for source in wait(sources, timeout=0.5):
-            if source is self._session:
-                role, connection = self._session.accept()
-                self._connections[role] = connection
-                continue
+        """Take in what arrives within half a second, and notice who died."""
+        source: Any = self._session if self._connection is None else self._connection
+        if wait([source], timeout=0.5):
+            if self._connection is None:
+                _, self._connection = self._session.accept()
+                return
             try:
-                message: Message = source.recv()
+                message: Message = self._connection.recv()
             except (EOFError, OSError):
                 self._died()
             if message[0] == "refused":
                 raise PromptsError(message[1])
             if message[0] == "failed":
-                raise RecordingError(f"the recording failed, SGLang did not: {message[1]}\n{message[2]}")
-            self._inbox[roles[source]].append(message)
+                raise RecordingError("\n".join(part for part in message[1:] if part))
+            self._inbox.append(message)
         if self._process.poll() is not None:
             self._died()
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Set
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from eagle_trace.capture import Shard
 from eagle_trace.recorder import parameter_row, to_array
+from eagle_trace_sglang.ranks import key_value_heads, place, vocabulary_rows
 
 #: names older releases and checkpoints use, and their present ones
 LEGACY_NAMES = {
@@ -51,44 +54,67 @@ def checkpoint_names(draft: Path) -> dict[str, str]:
     return names
 
 
-def _split(name: str, tensor: Any, attention: Any) -> Iterator[tuple[str, Any]]:
+@dataclass(frozen=True)
+class _Held:
+    """What this rank holds of one parameter: a part along `axis`, or all of it if `shard` is one of one."""
+
+    name: str
+    tensor: Any
+    shard: Shard
+    axis: int = 0
+
+
+def _held(name: str, tensor: Any, owner: Any, attention: Any) -> Iterator[_Held]:
     """A fused parameter as its parts, any other as itself."""
     if ".qkv_proj." in name:
-        sizes = (attention.q_size, attention.kv_size, attention.kv_size)
+        query, heads = Shard(*place(owner)), key_value_heads(owner)
         start = 0
-        for part, size in zip(("q_proj", "k_proj", "v_proj"), sizes, strict=True):
-            yield name.replace("qkv_proj", part), tensor[start : start + size]
+        for part, shard in zip(("q_proj", "k_proj", "v_proj"), (query, heads, heads), strict=True):
+            size = attention.q_size if part == "q_proj" else attention.kv_size
+            yield _Held(name.replace("qkv_proj", part), tensor[start : start + size], shard)
             start += size
     elif ".gate_up_proj." in name:
+        shard = Shard(*place(owner))
         half = tensor.shape[0] // 2
-        yield name.replace("gate_up_proj", "gate_proj"), tensor[:half]
-        yield name.replace("gate_up_proj", "up_proj"), tensor[half:]
+        yield _Held(name.replace("gate_up_proj", "gate_proj"), tensor[:half], shard)
+        yield _Held(name.replace("gate_up_proj", "up_proj"), tensor[half:], shard)
+    elif hasattr(owner, "shard_indices"):
+        # SGLang pads vocabularies to a multiple of 64; the padding is nobody's parameter. So the last ranks hold less
+        rows = owner.shard_indices
+        count = rows.org_vocab_end_index - rows.org_vocab_start_index
+        yield _Held(name, tensor[:count], vocabulary_rows(owner))
+    elif hasattr(owner, "reduce_results") and tensor.ndim == 2:
+        # split along its inputs; its bias is not
+        yield _Held(name, tensor, Shard(*place(owner)), axis=1)
     else:
-        yield name, tensor
+        yield _Held(name, tensor, Shard(0, 1))
 
 
 def loaded_params(model: Any, hot_token_id: Any, stored: Set[str]) -> Iterator[dict[str, Any]]:
-    """Rows of params.parquet for a loaded `LlamaForCausalLMEagle3`.
+    """Rows of params.parquet for a loaded `LlamaForCausalLMEagle3`: what this tensor-parallel rank holds of each.
 
     Args:
         model: the draft model.
         hot_token_id: the worker's draft-to-target map [draft vocabulary] as ids, or None; recorded as offsets (`d2t`).
         stored: canonical names of the tensors in the checkpoint.
     """
-    rows = {
-        "lm_head.weight": model.config.draft_vocab_size,
-        "model.embed_tokens.weight": model.config.vocab_size,
-    }
     for host_name, parameter in model.named_parameters():
-        # SGLang pads vocabularies to a multiple of 64; the padding is nobody's parameter
-        parameter = parameter[: rows.get(host_name)]
+        owner = model.get_submodule(host_name.rpartition(".")[0])
         attention = None
         if ".qkv_proj." in host_name:
             attention = model.get_submodule(host_name.partition(".qkv_proj.")[0])
-        for name, part in _split(host_name, parameter, attention):
-            canonical = canonical_name(name)
-            if (trained := used_name(canonical)) is not None:
-                yield parameter_row(host_name, trained, part, in_checkpoint=canonical in stored)
+        for held in _held(host_name, parameter, owner, attention):
+            canonical = canonical_name(held.name)
+            if (trained := used_name(canonical)) is None:
+                continue
+            yield parameter_row(
+                host_name,
+                trained,
+                held.tensor,
+                in_checkpoint=canonical in stored,
+                shard=held.shard if held.shard.count > 1 else None,
+                shard_axis=held.axis,
+            )
     if hot_token_id is not None:
         ids = to_array(hot_token_id)
         yield parameter_row("hot_token_id", "d2t", ids - np.arange(len(ids)), in_checkpoint="d2t" in stored)

@@ -1,33 +1,50 @@
 """SGLang's plugin entry point (`sglang.srt.plugins`): called in every process that SGLang starts.
 
-SGLang only logs what a plugin raises. So this module does nothing at all unless `record` armed it, and `record` waits
-for the recorder to report: without that report there is no recording, and `record` fails.
+It does nothing at all unless one of two variables is set. `EAGLE_TRACE_OUT` arms SGLang's main process, which then
+arms the processes it starts with a variable of its own. SGLang only logs what a plugin raises: `record` therefore waits
+for the recorder to report.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 from typing import Any
 
-from eagle_trace_sglang.session import ARMED
-
+PREFIX = "EAGLE_TRACE_"
+#: where traces go: set by the user, or by `record` for the SGLang it starts
+OUT = "EAGLE_TRACE_OUT"
+#: where a scheduler process finds the main process
+SESSION = "EAGLE_TRACE_SESSION"
 #: set beside SGLANG_USE_CPU_ENGINE when our CPU kernels stand in for the CUDA-only wheel
 CPU_KERNELS = "EAGLE_TRACE_CPU_KERNELS"
 
+SCHEDULER = "sglang.srt.managers.scheduler"
 WORKER = "sglang.srt.speculative.eagle_worker_v2"
 
 
 def load() -> None:
-    """Install the CPU kernels if asked to, and hang the recorder into the draft worker if armed."""
+    """Install the CPU kernels if asked to; make the control of an armed main process, or a scheduler's recorder."""
     if os.environ.get(CPU_KERNELS):
         from eagle_trace_sglang import cpu
 
         cpu.install()
-    if not os.environ.get(ARMED):
+    if not (os.environ.get(SESSION) or os.environ.get(OUT)):
         return
     from eagle_trace_sglang.releases import check_release
 
     check_release("cpu" if os.environ.get(CPU_KERNELS) else "cuda")
+    if os.environ.get(SESSION):
+        # the tokenizer's and detokenizer's processes have nothing to record
+        if SCHEDULER in sys.modules:
+            _hook_scheduler()
+    elif os.environ.get(OUT):
+        from eagle_trace_sglang import attached
+
+        attached.arm()
+
+
+def _hook_scheduler() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     from eagle_trace_sglang.recorder import ServeRecorder
@@ -44,5 +61,26 @@ def load() -> None:
         if recorder is not None:
             recorder.verified(result, batch)
 
-    HookRegistry.register(f"{WORKER}.EagleDraftWorker.init_lm_head", worker_ready, HookType.AFTER)
-    HookRegistry.register(f"{WORKER}.EAGLEWorkerV2.verify", verified, HookType.AFTER)
+    def arrived(_result: Any, _scheduler: Any, request: Any, is_retracted: bool = False, **_kwargs: Any) -> None:
+        for recorder in recorders.values():
+            if not is_retracted:
+                recorder.arrived(request)
+
+    def dropped(_result: Any, _scheduler: Any, request: Any, *_args: Any, **_kwargs: Any) -> None:
+        for recorder in recorders.values():
+            recorder.ended(request)
+            recorder.between_batches()
+
+    def answered(_result: Any, _scheduler: Any, batch: Any, *_args: Any, **_kwargs: Any) -> None:
+        for recorder in recorders.values():
+            for request in batch.reqs:
+                if request.finished():
+                    recorder.ended(request)
+            recorder.between_batches()
+
+    after = HookType.AFTER
+    HookRegistry.register(f"{WORKER}.EagleDraftWorker.init_lm_head", worker_ready, after)
+    HookRegistry.register(f"{WORKER}.EAGLEWorkerV2.verify", verified, after)
+    HookRegistry.register(f"{SCHEDULER}.Scheduler._add_request_to_queue", arrived, after)
+    HookRegistry.register(f"{SCHEDULER}.Scheduler._release_aborted_request", dropped, after)
+    HookRegistry.register(f"{SCHEDULER}.Scheduler.process_batch_result", answered, after)

@@ -1,16 +1,24 @@
-"""`eagle-trace record --mode serve`: start SGLang, send it the prompts, keep what its draft computes."""
+"""`eagle-trace record --mode serve`: start SGLang or attach to one, and keep what its draft computes."""
 
 from __future__ import annotations
 
 import contextlib
+import secrets
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from eagle_trace.errors import HostError
+from eagle_trace.errors import HostError, UsageError
 from eagle_trace.prompts import read_prompts
 from eagle_trace.reader import open_trace
-from eagle_trace.writer import check_output, prepare_output
-from eagle_trace_sglang.server import Request, Server, ServerOptions
+from eagle_trace.selection import EVERYTHING, Selection, select_prompts
+from eagle_trace.store import Place, is_url
+from eagle_trace.writer import check_output, prepare_output, remove_empty
+from eagle_trace_sglang.plugin import OUT
+from eagle_trace_sglang.requests import Request
+
+Progress = Callable[[str], None]
 
 
 def record(
@@ -18,7 +26,7 @@ def record(
     target: Path,
     draft: Path,
     prompts: Path,
-    out: Path,
+    out: Place,
     steps: int = 3,
     topk: int = 1,
     draft_tokens: int | None = None,
@@ -26,20 +34,23 @@ def record(
     device: str = "auto",
     max_new_tokens: int = 48,
     batch_size: int = 8,
+    temperature: float = 0.0,
     level: str = "values",
     max_bytes: int | None = None,
+    selection: Selection = EVERYTHING,
+    keep_cuda_graphs: bool = False,
     force: bool = False,
     sglang_args: Sequence[str] = (),
     argv: Sequence[str] = (),
-    progress: Callable[[str], None] = lambda _: None,
-) -> Path:
-    """Record the serving forward and return the sealed trace's folder.
+    progress: Progress = lambda _: None,
+) -> Place:
+    """Start SGLang, record the serving forward and return the sealed trace's folder.
 
     Args:
         target: target checkpoint, Hugging Face format.
         draft: draft checkpoint as SGLang loads it.
         prompts: prompts file.
-        out: folder of the trace.
+        out: folder of the trace, or its URL.
         steps: draft steps a round.
         topk: branches of the draft tree; 1 is a chain.
         draft_tokens: tokens verified at once; by default steps + 1 for a chain, 8 for a tree.
@@ -47,8 +58,11 @@ def record(
         device: `auto`, `cpu` or `cuda`.
         max_new_tokens: tokens to answer to each prompt.
         batch_size: prompts sent at once.
+        temperature: 0 for greedy answers.
         level: how much to keep of each row.
         max_bytes: stop recording, not the server, after so many bytes.
+        selection: which sites and rows to keep.
+        keep_cuda_graphs: let SGLang use its CUDA graphs, and record at their boundaries only.
         force: replace a trace at `out`.
         sglang_args: SGLang's own arguments; they win over ours.
         argv: the command line, for the manifest.
@@ -60,20 +74,117 @@ def record(
         HostError: SGLang did not start, or died.
         RecordingError: the recording failed.
     """
-    options = ServerOptions(target, draft, steps, topk, draft_tokens, dtype, device, tuple(sglang_args))
-    request = Request(read_prompts(prompts), max_new_tokens, batch_size)
+    from eagle_trace_sglang.server import Server, ServerOptions
+
+    options = ServerOptions(
+        target, draft, steps, topk, draft_tokens, dtype, device, tuple(sglang_args), keep_cuda_graphs=keep_cuda_graphs
+    )
+    request = _request(prompts, selection, max_new_tokens, batch_size, temperature)
     options.check()
     check_output(out, force=force)
-    try:
-        with Server(options, progress) as server:
-            # only now: an old trace is not given up for a server that never starts
-            prepare_output(out, force=force)
-            server.record(request, out, level=level, max_bytes=max_bytes, argv=argv)
-    except BaseException:
-        # where nothing was recorded, leave no empty folder behind for the next try to stumble over
-        with contextlib.suppress(OSError):
-            out.rmdir()
-        raise
-    if not len(open_trace(out).rows):
-        raise HostError(f"SGLang answered, but its draft was never run: {out} holds no rows; is speculation on?")
+    with _no_empty_folder(out), Server(options, progress) as server:
+        # only now: an old trace is not given up for a server that never starts
+        prepare_output(out, force=force)
+        server.record(
+            request,
+            out,
+            level=level,
+            max_bytes=max_bytes,
+            # the prompts are chosen already
+            selection=replace(selection, prompts=()),
+            keep_cuda_graphs=keep_cuda_graphs,
+            argv=argv,
+        )
+    _require_rows(out)
     return out
+
+
+def attach(
+    *,
+    url: str,
+    out: Place,
+    prompts: Path | None = None,
+    api_key: str | None = None,
+    timeout: float = 600.0,
+    requests: int = 8,
+    match: str = "",
+    sample: float = 1.0,
+    seconds: float | None = None,
+    max_new_tokens: int = 48,
+    batch_size: int = 8,
+    temperature: float = 0.0,
+    selection: Selection = EVERYTHING,
+    force: bool = False,
+    progress: Progress = lambda _: None,
+    **options: Any,
+) -> Place:
+    """Record in an SGLang server that runs already, and return where the trace is.
+
+    That is `out`, to which the trace is fetched, or the server's own place if that is no folder of its machine.
+
+    Args:
+        url: the server, started with ``EAGLE_TRACE_OUT`` in its environment.
+        out: folder of the trace.
+        prompts: prompts file; None to record what others ask.
+        api_key: the server's, or None.
+        timeout: seconds that an answer may take.
+        requests, match, sample: without prompts, which requests of others to record (`Admission`).
+        seconds: seal after so long, whatever is still going on.
+        max_new_tokens, batch_size, temperature: with prompts, how to ask (`Request`).
+        selection: which sites and rows to keep.
+        force: replace a trace at `out`.
+        progress: told what is going on.
+        options: the other fields of `routes.StartBody`.
+
+    Raises:
+        PromptsError, UsageError: the input does not make sense.
+        OutputExistsError: `out` is taken.
+        HostError: the server cannot be reached, or was not armed.
+        RecordingError: the recording failed.
+    """
+    from eagle_trace_sglang.remote import Remote, record_attached
+
+    request = None
+    if prompts is not None:
+        request = _request(prompts, selection, max_new_tokens, batch_size, temperature)
+        request = replace(request, name=f"eagle-trace-{secrets.token_hex(4)}")
+    elif selection.prompts:
+        raise UsageError("--only-prompts chooses lines of a prompts file: give --prompts, or --requests for others'")
+    else:
+        options |= {"requests": requests, "match": match, "sample": sample}
+    if is_url(out):
+        raise UsageError(f"--attach fetches into a local folder; for traces there, start the server with {OUT}={out}")
+    check_output(out, force=force)
+    with _no_empty_folder(out):
+        remote = Remote(url, api_key, timeout)
+        remote.status()
+        prepare_output(out, force=force)
+        body = options | selection.to_text() | {"seconds": seconds}
+        place = record_attached(remote, Path(out), request=request, options=body, progress=progress)
+    _require_rows(place)
+    return place
+
+
+def _request(prompts: Path, selection: Selection, max_new_tokens: int, batch_size: int, temperature: float) -> Request:
+    lines = read_prompts(prompts)
+    chosen = [lines[number] for number in select_prompts(len(lines), selection)]
+    if not chosen:
+        raise UsageError(f"--only-prompts leaves none of the {len(lines)} prompts of {prompts}")
+    return Request(chosen, max_new_tokens, batch_size, temperature)
+
+
+@contextlib.contextmanager
+def _no_empty_folder(out: Place) -> Any:
+    """Where nothing was recorded, leave no empty folder behind for the next try to stumble over."""
+    try:
+        yield
+    except BaseException:
+        remove_empty(out)
+        raise
+
+
+def _require_rows(place: Place) -> None:
+    trace = open_trace(place)
+    left_out = "selection" in trace.manifest.settings
+    if not len(trace.rows) and not left_out:
+        raise HostError(f"SGLang answered, but its draft was never run: {place} holds no rows; is speculation on?")

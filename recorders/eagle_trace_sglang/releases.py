@@ -58,6 +58,17 @@ HOOK_POINTS = (
         ),
         "what was proposed and accepted",
     ),
+    HookPoint("runtime_context.py", ("get_spec", "get_memory"), "the settings of the server"),
+    HookPoint(
+        "managers/scheduler.py",
+        ("Scheduler._add_request_to_queue", "Scheduler.process_batch_result"),
+        "when a request begins and ends",
+    ),
+    HookPoint(
+        "entrypoints/http_server.py",
+        ("_setup_and_run_http_server", "_wait_and_warmup"),
+        "recording in a server that its user started",
+    ),
     HookPoint("managers/utils.py", ("GenerationBatchResult.accept_lens",), "how much of it was accepted"),
     HookPoint("layers/attention/attention_registry.py", ("ATTENTION_BACKENDS",), "attention on a CPU", cpu=True),
     HookPoint("speculative/draft_utils.py", ("DraftBackendFactory._create_backend",), "drafting on a CPU", cpu=True),

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-import copy
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
-from datetime import UTC, datetime
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from eagle_trace import __version__
-from eagle_trace.checkpoints import checkpoint_facts
 from eagle_trace.errors import PromptsError, UsageError
-from eagle_trace.manifest import Manifest
-from eagle_trace.prompts import Prompt, check_tokens, prompts_digest
-from eagle_trace_sglang.deployment import check_deployment, server_arguments
+from eagle_trace.prompts import check_tokens
+from eagle_trace.selection import EVERYTHING, Selection
+from eagle_trace.store import Place
+from eagle_trace_sglang.deployment import (
+    check_deployment,
+    check_parallelism,
+    server_arguments,
+    tensor_parallel_size,
+)
 from eagle_trace_sglang.host import Host
+from eagle_trace_sglang.orders import Order
 from eagle_trace_sglang.releases import check_release, installed
-from eagle_trace_sglang.sites import tell_missing
+from eagle_trace_sglang.requests import Answers, Request
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda")
@@ -44,6 +47,7 @@ class ServerOptions:
     device: str = "auto"
     sglang_args: tuple[str, ...] = ()
     cache_tokens: int = 16384
+    keep_cuda_graphs: bool = False
 
     @property
     def verified_tokens(self) -> int:
@@ -65,38 +69,8 @@ class ServerOptions:
         for name in ("steps", "topk", "verified_tokens"):
             if getattr(self, name) < 1:
                 raise UsageError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(self, name)}")
-        ranks = ("--tp", "--tp-size", "--tensor-parallel-size")
-        if any(word.split("=")[0] in ranks for word in self.sglang_args):
-            raise UsageError("recording one rank of several would keep a part of each site only: record with one GPU")
+        check_parallelism(self.sglang_args)
         return check_deployment(self.target, self.draft)
-
-
-@dataclass(frozen=True)
-class Request:
-    """Prompts to answer greedily, `batch_size` at a time."""
-
-    prompts: Sequence[Prompt]
-    max_new_tokens: int = 48
-    batch_size: int = 8
-
-    def __post_init__(self) -> None:
-        for name in ("max_new_tokens", "batch_size"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(self, name)}")
-
-    @property
-    def rids(self) -> list[str]:
-        """Request ids, one a prompt: what the recorder knows them by."""
-        return [f"eagle-trace-{number}" for number in range(len(self.prompts))]
-
-
-@dataclass
-class Answers:
-    """What the server answered, by request id; `speculation` is its own count of rounds and accepted tokens."""
-
-    output_ids: dict[str, list[int]] = field(default_factory=dict)
-    texts: dict[str, str] = field(default_factory=dict)
-    speculation: dict[str, dict[str, float]] = field(default_factory=dict)
 
 
 def has_cuda() -> bool:
@@ -110,7 +84,7 @@ class Server:
 
     def __init__(self, options: ServerOptions, progress: Progress = lambda _: None) -> None:
         installed()
-        target_config, draft_config = options.check()
+        target_config, _ = options.check()
         device = options.device if options.device != "auto" else ("cuda" if has_cuda() else "cpu")
         check_release(device)
         arguments, changes = server_arguments(
@@ -122,24 +96,21 @@ class Server:
             dtype=options.dtype,
             device=device,
             tokens=options.cache_tokens,
+            keep_cuda_graphs=options.keep_cuda_graphs,
             extra=options.sglang_args,
         )
         self._options = options
         self._progress = progress
         self._device = device
-        # everything in the manifest that does not depend on what is asked
-        self._made_by = Manifest("serve", "values", "sglang", changes=changes)
-        self._made_by.target = checkpoint_facts(options.target, target_config)
-        self._made_by.draft = checkpoint_facts(options.draft, draft_config)
+        self._changes = tuple(changes)
+        self._target_config = target_config
         progress("starting SGLang (this takes a while)")
-        self._host = Host(options.target, arguments, device)
+        self._host = Host(options.target, arguments, device, tensor_parallel_size(options.sglang_args))
 
     def __enter__(self) -> Server:
         self._host.__enter__()
         try:
-            packages = self._host.receive("engine", "ready")[0]
-            self._made_by.packages = packages | {"eagle-trace": __version__}
-            _take_facts(self._made_by, self._host.receive("recorder", "armed")[0])
+            self._host.receive("ready")
         except BaseException as error:
             self._host.__exit__(type(error), error, error.__traceback__)
             raise
@@ -152,108 +123,62 @@ class Server:
 
     def answer(self, request: Request) -> Answers:
         """Answer without recording."""
-        token_ids, _ = self._tokens(request)
-        return self._ask(request, token_ids)
+        return self._ask(request, self._tokens(request))
 
     def record(
         self,
         request: Request,
-        out: Path,
+        out: Place,
         *,
         level: str = "values",
         max_bytes: int | None = None,
+        selection: Selection = EVERYTHING,
+        keep_cuda_graphs: bool = False,
         argv: Sequence[str] = (),
     ) -> Answers:
         """Answer, and leave a sealed trace in the empty folder `out`."""
-        token_ids, texts = self._tokens(request)
-        manifest = self._manifest(request, level, argv)
-        numbers = {rid: number for number, rid in enumerate(request.rids)}
-        self._host.send("recorder", "begin", str(out), manifest, numbers, max_bytes)
-        self._host.receive("recorder", "recording")
+        token_ids = self._tokens(request)
+        order = Order(
+            out=str(out),
+            admission=request.admission,
+            level=level,
+            max_bytes=max_bytes,
+            selection=selection,
+            alone=False,
+            keep_cuda_graphs=keep_cuda_graphs,
+            settings=request.settings | {"sglang_args": list(self._options.sglang_args), "seed": 0},
+            changes=self._changes,
+            argv=tuple(argv),
+        )
+        self._host.send("begin", order)
+        self._host.receive("recording")
         self._progress(f"recording {len(request.prompts)} prompts")
         answers = self._ask(request, token_ids)
-        prompts = [
-            {
-                "prompt_id": number,
-                "prompt_key": prompt.key,
-                "request_id": rid,
-                "token_ids": token_ids[number],
-                "num_prompt_tokens": len(token_ids[number]),
-                "text": texts[number] + answers.texts[rid],
-                "output_ids": answers.output_ids[rid],
-            }
-            for number, (prompt, rid) in enumerate(zip(request.prompts, request.rids, strict=True))
-        ]
-        self._host.send("recorder", "finish", prompts, {"server_counts": answers.speculation})
-        self._host.receive("recorder", "sealed")
+        self._host.send("finish", {"server_counts": answers.speculation})
+        self._host.receive("sealed")
         self._progress(f"sealed {out}")
         return answers
 
-    def _manifest(self, request: Request, level: str, argv: Sequence[str]) -> Manifest:
-        manifest = copy.deepcopy(self._made_by)
-        manifest.level = level
-        manifest.argv = list(argv)
-        manifest.created = datetime.now(UTC).isoformat(timespec="seconds")
-        manifest.prompts_digest = prompts_digest([prompt.key for prompt in request.prompts])
-        options = self._options
-        manifest.settings |= {
-            "steps": options.steps,
-            "topk": options.topk,
-            "draft_tokens": options.verified_tokens,
-            "max_new_tokens": request.max_new_tokens,
-            "batch_size": request.batch_size,
-            "sglang_args": list(options.sglang_args),
-            "seed": 0,
-        }
-        return manifest
-
-    def _tokens(self, request: Request) -> tuple[list[list[int]], list[str]]:
-        self._host.send("engine", "tokenize", [asdict(prompt) for prompt in request.prompts])
-        token_ids, texts = self._host.receive("engine", "tokens")
+    def _tokens(self, request: Request) -> list[list[int]]:
+        self._host.send("tokenize", [asdict(prompt) for prompt in request.prompts])
+        token_ids: list[list[int]] = self._host.receive("tokens")[0]
         for prompt, ids in zip(request.prompts, token_ids, strict=True):
-            check_tokens(prompt.key, ids, self._made_by.target["config"], request.max_new_tokens)
+            check_tokens(prompt.key, ids, self._target_config, request.max_new_tokens)
         longest = max(len(ids) for ids in token_ids) + request.max_new_tokens
         if self._device == "cpu" and longest > self._options.cache_tokens:
             raise PromptsError(
                 f"a prompt and its answer need {longest} tokens, "
                 f"the cache on CPU has {self._options.cache_tokens}: shorten it"
             )
-        return token_ids, texts
+        return token_ids
 
     def _ask(self, request: Request, token_ids: list[list[int]]) -> Answers:
-        sampling = {"temperature": 0, "max_new_tokens": request.max_new_tokens}
         requests = list(zip(request.rids, token_ids, strict=True))
-        self._host.send("engine", "generate", requests, request.batch_size, sampling)
+        self._host.send("generate", requests, request.batch_size, request.sampling)
         answers = Answers()
         started = time.monotonic()
-        while (message := self._host.next("engine"))[0] != "answered":
-            _, rid, output_ids, text, speculation = message
-            answers.output_ids[rid], answers.texts[rid], answers.speculation[rid] = (
-                output_ids,
-                text,
-                speculation,
-            )
+        while (message := self._host.next())[0] != "answered":
+            _, rid, answers.output_ids[rid], answers.texts[rid], answers.speculation[rid] = message
             seconds = time.monotonic() - started
             self._progress(f"{len(answers.output_ids)} of {len(requests)} prompts answered, {seconds:.0f} s")
         return answers
-
-
-def _take_facts(manifest: Manifest, facts: dict[str, Any]) -> None:
-    """What the recorder found inside SGLang, into the manifest."""
-    if facts["tp_size"] != 1:
-        raise UsageError("recording one rank of several would keep a part of each site only: record with one GPU")
-    manifest.dtype, manifest.device = facts["dtype"], facts["device"]
-    manifest.draft |= {name: facts[name] for name in ("architecture", "dropped_keys")}
-    manifest.settings["algorithm"] = facts["algorithm"]
-    if facts["dropped_keys"]:
-        manifest.warnings.append(f"SGLang dropped from the draft's checkpoint: {', '.join(facts['dropped_keys'])}")
-    manifest.warnings += facts["warnings"]
-    tell_missing(manifest, facts["missing_sites"])
-    for site in ("logits", "topk.draft_id", "topk.target_id"):
-        why = "SGLang computes logits for the last row of a prefill only"
-        manifest.not_materialised.append({"site": site, "rows": "prefill", "why": why})
-    if facts["fused_mlp"]:
-        why = "SGLang runs gate, up and activation in one kernel on this GPU"
-        manifest.not_materialised += [
-            {"site": f"layer.0.mlp.{name}", "rows": "all", "why": why} for name in ("gate", "up", "act")
-        ]

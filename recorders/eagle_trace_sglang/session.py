@@ -1,7 +1,7 @@
-"""How `record` talks to the processes it started: a Unix socket, and one message at a time.
+"""How processes of one machine talk: a Unix socket, and one message at a time.
 
-`record` listens. Two processes connect: the **engine** (which owns SGLang) and the **recorder** (the plugin inside
-SGLang's scheduler process). A message is a tuple whose first element names it. A connection that ends is a process that
+`record` listens for the **engine** it started, which owns SGLang; SGLang's main process listens for the **recorder**
+in each scheduler process. A message is a tuple whose first element names it. A connection that ends is a process that
 died, so nobody waits for a host that is gone.
 """
 
@@ -14,16 +14,18 @@ from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Any
 
-#: set by `record` for the processes it starts; the plugin is inert without it
-ARMED = "EAGLE_TRACE_SESSION"
-
 Message = tuple[Any, ...]
 
 
 class Session:
-    """The listening end, and a folder of its own that goes when it is closed."""
+    """The listening end, and a folder of its own that goes when it is closed.
 
-    def __init__(self) -> None:
+    Args:
+        variable: the environment variable by which the other end finds it.
+    """
+
+    def __init__(self, variable: str) -> None:
+        self._variable = variable
         self._folder = tempfile.TemporaryDirectory(prefix="eagle-trace-")
         self.folder = Path(self._folder.name)
         self._key = secrets.token_bytes(16)
@@ -39,7 +41,7 @@ class Session:
     @property
     def environment(self) -> dict[str, str]:
         """What a process needs in its environment to connect."""
-        return {ARMED: f"{self._key.hex()}:{self.folder / 'socket'}"}
+        return {self._variable: f"{self._key.hex()}:{self.folder / 'socket'}"}
 
     def fileno(self) -> int:
         """So that `multiprocessing.connection.wait` can wait for somebody to connect."""
@@ -51,9 +53,9 @@ class Session:
         return str(connection.recv()), connection
 
 
-def connect(role: str) -> Connection | None:
-    """Connect to the session of this process's environment; None if there is none."""
-    address = os.environ.get(ARMED)
+def connect(role: str, variable: str) -> Connection | None:
+    """Connect to the session that an environment variable of this process names; None if it is not set."""
+    address = os.environ.get(variable)
     if not address:
         return None
     key, path = address.split(":", 1)

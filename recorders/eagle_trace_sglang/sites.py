@@ -6,15 +6,23 @@ SGLang's fused kernels write in place (norms overwrite both their inputs, rotati
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from eagle_trace.errors import HostError
+from eagle_trace.capture import Shard
 from eagle_trace.manifest import Manifest
 from eagle_trace.recorder import Hooks
+from eagle_trace_sglang.layers import draft_layers
+from eagle_trace_sglang.ranks import key_value_heads, place
 
 Capture = Callable[[str, Any], None]
+
+#: sites of a layer that each tensor-parallel rank computes a part of, by what splits them; all others are whole
+QUERY_HEADS = ("attn.q", "attn.q_rope", "attn.context")
+KEY_VALUE_HEADS = ("attn.k", "attn.k_rope", "attn.v")
+INTERMEDIATE = ("mlp.gate", "mlp.up", "mlp.act")
 
 
 def _first(output: Any) -> Any:
@@ -38,28 +46,10 @@ class _Place:
         return _Place(f"{self._path}.{name}", getattr(self._found, name, None))
 
 
-def draft_layers(model: Any) -> list[tuple[str, Any]]:
-    """The decoder layers of a draft and where they are: `model.layers.N`, or `model.midlayer` in older classes.
-
-    Raises:
-        HostError: the model has neither, or lacks what a call is told by, so nothing of it can be recorded.
-    """
-    inner = getattr(model, "model", None)
-    one = getattr(inner, "midlayer", None)
-    layers = list(getattr(inner, "layers", ())) if one is None else []
-    found = [(f"model.layers.{n}", layer) for n, layer in enumerate(layers)] or [("model.midlayer", one)]
-    if found[0][1] is None or getattr(model, "logits_processor", None) is None:
-        raise HostError(
-            f"SGLang's draft class {type(model).__name__} cannot be recorded: it needs a `logits_processor`, and a "
-            "`model` with `layers` (or `midlayer`); serve the draft as LlamaForCausalLMEagle3"
-        )
-    return found
-
-
 def hook_draft(hooks: Hooks, model: Any, capture: Capture) -> dict[str, str]:
     """Hang `capture` into every site of a loaded draft.
 
-    `fused`, token and position come with the call itself, not from a module.
+    `fused`, token and position come with the call itself, not from a module. Sites of `partial_sums` are left out.
 
     Returns:
         The sites this model has no place for, and what it lacks.
@@ -70,11 +60,13 @@ def hook_draft(hooks: Hooks, model: Any, capture: Capture) -> dict[str, str]:
     layers = draft_layers(model)
     inner = _Place("model", model.model)
     missing: dict[str, str] = {}
+    unsummed = partial_sums(model)
     running = [0]  # the layer whose attention runs
 
     def after(place: _Place, site: str, pick: Callable[[Any], Any] = _first, *, layer: int | None = None) -> None:
         if not place.is_module:
             missing[site] = place._path
+        if not place.is_module or site in unsummed:
             return
 
         def taken(_module: Any, _args: tuple[Any, ...], output: Any) -> None:
@@ -108,14 +100,8 @@ def hook_draft(hooks: Hooks, model: Any, capture: Capture) -> dict[str, str]:
     return missing
 
 
-def missing_sites(model: Any) -> dict[str, str]:
-    """What `hook_draft` would return; leaves no hook."""
-    with Hooks() as hooks:
-        return hook_draft(hooks, model, lambda _site, _tensor: None)
-
-
 def tell_missing(manifest: Manifest, missing: Mapping[str, str]) -> None:
-    """Write the sites that a draft has no place for (as `missing_sites` returns them) into a manifest."""
+    """Write the sites that a draft has no place for (as `hook_draft` returns them) into a manifest."""
     manifest.not_materialised += [
         {"site": site, "rows": "all", "why": f"SGLang's draft class has no {place}"} for site, place in missing.items()
     ]
@@ -163,3 +149,37 @@ def _hook_layer(n: int, layer: _Place, after: Callable[..., None], before: Calla
     after(mlp.gate_up_proj, f"{at}.mlp.up", lambda output: _first(output)[..., _first(output).shape[-1] // 2 :])
     after(mlp.act_fn, f"{at}.mlp.act")
     after(mlp.down_proj, f"{at}.mlp.out")
+
+
+def shard_of(site: str, model: Any) -> Shard | None:
+    """Which part of a site's last axis this rank computes; None where every rank computes all of it.
+
+    Features, `fc`, norms and the residual stream are the same on every rank; the embedding is summed over ranks, so are
+    the output and down projections (see `partial_sums`), and logits are gathered before they leave the model.
+    """
+    match = re.fullmatch(r"layer\.(\d+)\.(.+)", site)
+    if match is None:
+        return None
+    layer, part = _Place(*draft_layers(model)[int(match.group(1))]), match.group(2)
+    linear = layer.mlp.gate_up_proj if part in INTERMEDIATE else layer.self_attn.qkv_proj
+    if part not in (*QUERY_HEADS, *KEY_VALUE_HEADS, *INTERMEDIATE) or not linear.is_module:
+        return None
+    shard = key_value_heads(linear._found) if part in KEY_VALUE_HEADS else Shard(*place(linear._found))
+    return shard if shard.count > 1 else None
+
+
+def partial_sums(model: Any) -> list[str]:
+    """Sites that this model leaves unsummed on each rank, for a later kernel to add up over the ranks.
+
+    What their modules return is a term of the site and not the site, so they cannot be recorded.
+    """
+    found = []
+    for n, (path, module) in enumerate(draft_layers(model)):
+        layer = _Place(path, module)
+        outputs = {"attn.out": layer.self_attn.o_proj, "mlp.out": layer.mlp.down_proj}
+        found += [
+            f"layer.{n}.{part}"
+            for part, linear in outputs.items()
+            if linear.is_module and place(linear._found)[1] > 1 and not linear._found.reduce_results
+        ]
+    return found

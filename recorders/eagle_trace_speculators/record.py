@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -16,7 +15,9 @@ from eagle_trace.checkpoints import read_config
 from eagle_trace.errors import HostError, PromptsError, UsageError
 from eagle_trace.manifest import Manifest
 from eagle_trace.prompts import Prompt, check_tokens, prompts_digest, read_prompts, tokenize
-from eagle_trace.writer import TraceWriter, prepare_output
+from eagle_trace.selection import EVERYTHING, Selection
+from eagle_trace.store import Place, same_place
+from eagle_trace.writer import TraceWriter, prepare_output, remove_empty
 from eagle_trace_speculators.replay import Task, open_replay, replay_tasks
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ class TrainOptions:
 
     Attributes:
         draft: folder that speculators saved.
-        out: folder of the trace to write.
+        out: folder of the trace to write, or its URL.
         target: folder of the target; needed for features ``compute``, for text prompts, and for a draft whose
             checkpoint has no embedding or no head.
         prompts: prompts file: the draft is fed each prompt's own tokens.
@@ -54,16 +55,17 @@ class TrainOptions:
     """
 
     draft: Path
-    out: Path
+    out: Place
     target: Path | None = None
     prompts: Path | None = None
-    replay: Path | None = None
+    replay: Place | None = None
     features: str = "compute"
     steps: int | None = None
     dtype: str = "auto"
     device: str = "auto"
     level: str = "values"
     max_bytes: int | None = None
+    selection: Selection = EVERYTHING
     force: bool = False
     argv: list[str] | tuple[str, ...] = ()
 
@@ -79,11 +81,11 @@ class TrainOptions:
             raise UsageError(f"--steps must be 1 or more, not {self.steps}")
         if self.level not in LEVELS:
             raise UsageError(f"--level must be one of {', '.join(LEVELS)}, not {self.level!r}")
-        if self.replay is not None and self.out.resolve() == self.replay.resolve():
+        if self.replay is not None and same_place(self.out, self.replay):
             raise UsageError(f"--out {self.out} is the trace to replay: choose another")
 
 
-def record(*, progress: Progress = lambda _: None, **options: Any) -> Path:
+def record(*, progress: Progress = lambda _: None, **options: Any) -> Place:
     """Record speculators' forward of a draft and return the sealed trace's folder.
 
     Args:
@@ -104,13 +106,11 @@ def record(*, progress: Progress = lambda _: None, **options: Any) -> Path:
     try:
         return _record(asked, progress)
     except BaseException:
-        # where nothing was recorded, leave no empty folder behind for the next try to stumble over
-        with contextlib.suppress(OSError):
-            asked.out.rmdir()
+        remove_empty(asked.out)
         raise
 
 
-def _record(asked: TrainOptions, progress: Progress) -> Path:
+def _record(asked: TrainOptions, progress: Progress) -> Place:
     from eagle_trace_speculators.features import Precision, open_features
     from eagle_trace_speculators.floors import REFERENCE
     from eagle_trace_speculators.forward import threads_for

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from eagle_trace.errors import UsageError
 from eagle_trace.reader import Trace, open_trace
+from eagle_trace.store import Place
 from eagle_trace_speculators.documents import Chain
 
 
@@ -35,7 +35,7 @@ class Task:
         return int(self.record["prompt_id"])
 
 
-def open_replay(path: Path) -> Trace:
+def open_replay(path: Place) -> Trace:
     """Open the serve trace to replay.
 
     Raises:

@@ -53,7 +53,8 @@ def looked_at(train: Trace, serve: Trace) -> Diff:
 @pytest.fixture(scope="module")
 def engine(folder: Path, deployed: Path, four_prompts: Path) -> Iterator[Callable[[str], Trace]]:
     """Records the one server, with a fault committed inside it; the same fault gives the same trace again."""
-    from eagle_trace_sglang.server import Request, Server, ServerOptions
+    from eagle_trace_sglang.requests import Request
+    from eagle_trace_sglang.server import Server, ServerOptions
 
     file = folder / "fault-of-the-moment"
     file.write_text("")

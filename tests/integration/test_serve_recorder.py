@@ -102,7 +102,8 @@ def test_parameters_are_found_in_the_checkpoint(serve: Make) -> None:
 def test_the_answers_are_the_same_with_and_without_recording(
     deployed: Path, four_prompts: Path, tmp_path: Path
 ) -> None:
-    from eagle_trace_sglang.server import Request, Server, ServerOptions
+    from eagle_trace_sglang.requests import Request
+    from eagle_trace_sglang.server import Server, ServerOptions
 
     request = Request(read_prompts(four_prompts), max_new_tokens=24)
     with Server(ServerOptions(TARGET, deployed, dtype="float32")) as server:
@@ -124,7 +125,8 @@ def test_the_answers_are_the_same_with_and_without_recording(
 def test_a_byte_budget_stops_the_recording_and_not_the_server(
     deployed: Path, four_prompts: Path, tmp_path: Path
 ) -> None:
-    from eagle_trace_sglang.server import Request, Server, ServerOptions
+    from eagle_trace_sglang.requests import Request
+    from eagle_trace_sglang.server import Server, ServerOptions
 
     request = Request(read_prompts(four_prompts), max_new_tokens=24)
     with Server(ServerOptions(TARGET, deployed, dtype="float32")) as server:
@@ -169,7 +171,7 @@ def test_bad_input_is_refused_before_anything_starts(tmp_path: Path, deployed: P
     refused(PromptsError, "cannot read", prompts=tmp_path / "nowhere.jsonl")
     refused(UsageError, "--steps must be", steps=0)
     refused(UsageError, "--dtype must be", dtype="int3")
-    refused(UsageError, "one rank of several", sglang_args=("--tp", "2"))
+    refused(UsageError, "each replica answers other requests", sglang_args=("--tp", "2", "--dp", "2"))
     other = tmp_path / "other"
     other.mkdir()
     config = json.loads((TARGET / "config.json").read_text()) | {"hidden_size": 64}

@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 
 from eagle_trace.schema import TABLES
 from tests.support.synthetic import Side, make_prompts, only, write_trace
+from tests.support.tables import replace_table
 
 SCRIPT = "</script><script>window.hacked=1</script>"
 TEXT = f"{SCRIPT}<img src=x onerror='window.hacked=1'><b>bold</b> \"quoted\" &amp; \u202egnp \x1b[31mred"
@@ -35,13 +36,11 @@ def hostile_pair(folder: Path) -> tuple[Path, Path]:
 
 
 def _poison(trace: Path) -> None:
-    file = trace / "prompts.parquet"
-    rows = pq.read_table(file).to_pylist()
+    rows = pq.read_table(trace / "prompts.parquet").to_pylist()
     for row in rows:
         row["text"] = TEXT
-    pq.write_table(pa.Table.from_pylist(rows, schema=TABLES["prompts"]), file)
+    replace_table(trace, "prompts", pa.Table.from_pylist(rows, schema=TABLES["prompts"]))
     manifest = json.loads((trace / "manifest.json").read_text(encoding="utf-8"))
-    manifest["files"]["prompts.parquet"]["bytes"] = file.stat().st_size
     manifest["host"] = f"host{SCRIPT}"
     manifest["changes"] = [TEXT]
     manifest["packages"] = {SCRIPT: SCRIPT}

@@ -101,11 +101,11 @@ def test_each_row_group_is_decoded_once(tmp_path: Path, data: Data, monkeypatch:
     train = make(tmp_path / "train", "train", rows_of(np.arange(COUNT)), y, (50,), np.float32)
     order = np.random.default_rng(2).permutation(COUNT)
     serve = make(tmp_path / "serve", "serve", rows_of(order), x[order], (64,), np.float32)
-    from eagle_trace import reader
+    from eagle_trace import sitedata
 
     decoded: list[int] = []
-    original = reader._decode
-    monkeypatch.setattr(reader, "_decode", lambda *args: (decoded.append(1), original(*args))[1])
+    original = sitedata._decode
+    monkeypatch.setattr(sitedata, "_decode", lambda *args: (decoded.append(1), original(*args))[1])
     compare_values(train, serve, "embed", align(train, serve).pairs("embed"))
     groups = sum(len(one.groups) for trace in (train, serve) for one in trace.site_data("embed"))
     assert len(decoded) == groups

@@ -704,6 +704,15 @@ def test_the_environment_puts_the_shim_first_and_keeps_the_rest() -> None:
     assert after["SGLANG_USE_CPU_ENGINE"] == "1"
     assert before["PYTHONPATH"] == os.pathsep.join(["/one", "/two"])
     assert cpu_environment(after) == after
+    assert "SGLANG_CPU_OMP_THREADS_BIND" not in after
+
+
+def test_each_rank_is_given_a_core_unless_the_user_gave_it_one() -> None:
+    bound = cpu_environment({}, ranks=3)["SGLANG_CPU_OMP_THREADS_BIND"].split("|")
+    assert len(bound) == 3
+    assert {int(core) for core in bound} <= set(range(os.cpu_count() or 1))
+    given = {"SGLANG_CPU_OMP_THREADS_BIND": "4|5"}
+    assert cpu_environment(given, ranks=2)["SGLANG_CPU_OMP_THREADS_BIND"] == "4|5"
 
 
 def test_a_kernel_that_is_not_there_says_so_when_called() -> None:

@@ -18,6 +18,7 @@ from eagle_trace_analysis.report.text import render
 from tests.support.pairs import DRAFT, TARGET
 from tests.support.planted import Planted, run
 from tests.support.planted_faults import faults
+from tests.support.tables import replace_table
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 HERE = Checkpoints(train_draft=DRAFT, target=TARGET)
@@ -78,7 +79,8 @@ def test_without_checkpoints_nothing_is_confirmed_that_needs_them(
 
 def test_traces_without_values_leave_counterfactuals_untested(golden: dict[str, Trace]) -> None:
     train, serve = golden["train"], golden["broken"]
-    serve = Trace(serve.path, replace(serve.manifest, level="stats"), sealed=True, missing=[])
+    serve = open_trace(serve.path)
+    serve.manifest.level = "stats"
     diagnosis = diagnose(diff(train, golden["broken"]), train, serve, HERE)
     assert [one.cause for one in diagnosis.confirmed] == ["single-layer-features"]
     left = {one.cause: one for one in diagnosis.of("not_tested")}
@@ -138,8 +140,6 @@ def test_a_broken_server_is_predicted_what_the_healthy_one_gets(
 
 
 def test_prediction_takes_the_rounds_whose_rows_are_there(golden: dict[str, Trace], tmp_path: Path) -> None:
-    import pyarrow.parquet as pq
-
     result, train, serve = run(next(case for case in faults() if case.name == "single-layer"), tmp_path)
     table = train.table("topk")
     paths, steps = table.column("path").to_pylist(), table.column("step").to_numpy()
@@ -149,8 +149,8 @@ def test_prediction_takes_the_rounds_whose_rows_are_there(golden: dict[str, Trac
         not s or (r, tuple(p)) in drafted
         for r, p, s in zip(table.column("root").to_pylist(), paths, steps, strict=True)
     ]
-    pq.write_table(table.filter(np.array(kept)), train.path / "topk.parquet")
-    accept = diff(open_trace(train.path, allow_partial=True), serve).accept_length
+    replace_table(train.path, "topk", table.filter(np.array(kept)))
+    accept = diff(open_trace(train.path), serve).accept_length
     assert accept.predicted_basis == "rounds"
     assert accept.undecided > 0
     assert accept.predicted_rounds == accept.rounds == result.accept_length.rounds

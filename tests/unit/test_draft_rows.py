@@ -6,6 +6,13 @@ import pytest
 from eagle_trace_sglang.draft_rows import DraftCall, RowTracker, tree_parents
 
 
+def tracking(prompts: dict[str, int]) -> RowTracker:
+    tracker = RowTracker()
+    for rid, prompt_id in prompts.items():
+        tracker.admit(rid, prompt_id)
+    return tracker
+
+
 def ints(*values: int) -> np.ndarray:
     return np.array(values, dtype=np.int64)
 
@@ -27,7 +34,7 @@ def decode(rids: list[str], tokens: list[int], positions: list[int], seq_lens: l
 
 
 def test_prefill_rows_start_at_their_own_position_and_feed_the_next_token() -> None:
-    rows, index = RowTracker({"a": 7}).rows(prefill(["a"], [3]), call_id=5)
+    rows, index = tracking({"a": 7}).rows(prefill(["a"], [3]), call_id=5)
     assert rows.root.tolist() == [0, 1, 2]
     assert rows.token_id.tolist() == [100, 101, 102]
     assert rows.step.tolist() == [0, 0, 0]
@@ -37,13 +44,13 @@ def test_prefill_rows_start_at_their_own_position_and_feed_the_next_token() -> N
 
 
 def test_rows_of_requests_that_are_not_recorded_are_left_out() -> None:
-    rows, index = RowTracker({"b": 1}).rows(prefill(["warm-up", "b"], [2, 3]), 0)
+    rows, index = tracking({"b": 1}).rows(prefill(["warm-up", "b"], [2, 3]), 0)
     assert index.tolist() == [2, 3, 4]
     assert rows.root.tolist() == [0, 1, 2]
 
 
 def test_a_second_chunk_of_a_prompt_goes_on_where_the_first_ended() -> None:
-    rows, _ = RowTracker({"a": 0}).rows(prefill(["a"], [2], start=64), 0)
+    rows, _ = tracking({"a": 0}).rows(prefill(["a"], [2], start=64), 0)
     assert rows.root.tolist() == [64, 65]
 
 
@@ -57,7 +64,7 @@ def test_only_accepted_rows_of_the_extend_after_verify_are_data() -> None:
         extend_lens=ints(4, 4),
         accept_lens=ints(2, 1),
     )
-    tracker = RowTracker({"a": 0, "b": 1})
+    tracker = tracking({"a": 0, "b": 1})
     tracker.close_round("a")
     rows, index = tracker.rows(call, 0)
     assert index.tolist() == [0, 1, 4]
@@ -67,7 +74,7 @@ def test_only_accepted_rows_of_the_extend_after_verify_are_data() -> None:
 
 
 def test_a_chain_knows_its_root_its_step_and_its_path() -> None:
-    tracker = RowTracker({"a": 0, "b": 1})
+    tracker = tracking({"a": 0, "b": 1})
     tracker.rows(decode(["a", "b"], [31, 41], [11, 21], [11, 21]), 0)
     rows, _ = tracker.rows(decode(["a", "b"], [32, 42], [12, 22], [11, 21]), 1)
     assert rows.root.tolist() == [10, 20]
@@ -78,7 +85,7 @@ def test_a_chain_knows_its_root_its_step_and_its_path() -> None:
 
 
 def test_a_tree_row_follows_its_parent_and_says_when_it_sits_in_another_branch() -> None:
-    tracker = RowTracker({"a": 0})
+    tracker = tracking({"a": 0})
     tracker.select_branches(None)
     tracker.rows(decode(["a"], [1, 2], [11, 11], [11]), 0)
     tracker.select_branches(np.array([[0, 0]]))  # both rows of step 2 descend from branch 0
@@ -88,20 +95,20 @@ def test_a_tree_row_follows_its_parent_and_says_when_it_sits_in_another_branch()
 
 
 def test_a_draft_step_out_of_order_is_an_error_and_no_guess() -> None:
-    tracker = RowTracker({"a": 0})
+    tracker = tracking({"a": 0})
     with pytest.raises(ValueError, match="does not follow"):
         tracker.rows(decode(["a"], [5], [12], [11]), 0)
 
 
 def test_a_tree_step_without_the_choice_of_branches_is_an_error() -> None:
-    tracker = RowTracker({"a": 0})
+    tracker = tracking({"a": 0})
     tracker.rows(decode(["a"], [1, 2], [11, 11], [11]), 0)
     with pytest.raises(ValueError, match="choice of branches"):
         tracker.rows(decode(["a"], [3, 4], [12, 12], [11]), 1)
 
 
 def test_committed_tokens_go_past_the_answer() -> None:
-    tracker = RowTracker({"a": 0})
+    tracker = tracking({"a": 0})
     tracker.rows(prefill(["a"], [3]), 0)  # feeds x1, x2 and the sampled x3
     call = DraftCall("DRAFT_EXTEND_V2", ["a"], ints(7, 8, 0, 0), ints(3, 4, 5, 6), ints(7), ints(4), ints(2))
     tracker.rows(call, 1)

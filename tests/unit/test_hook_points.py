@@ -15,8 +15,10 @@ from eagle_trace.errors import HostError
 from eagle_trace.manifest import Manifest
 from eagle_trace.recorder import Hooks
 from eagle_trace.sites import draft_sites
+from eagle_trace_sglang.layers import draft_layers
 from eagle_trace_sglang.params import used_name
-from eagle_trace_sglang.sites import draft_layers, hook_draft, missing_sites, tell_missing
+from eagle_trace_sglang.ranks import draft_place
+from eagle_trace_sglang.sites import hook_draft, shard_of, tell_missing
 
 H, A, K, MIDDLE, ROWS = 8, 8, 4, 6, 3
 #: what comes with the call, or is worked out from other sites
@@ -32,6 +34,8 @@ class Norm(nn.Module):
 
 class Linear(nn.Module):
     """SGLang's parallel linears return (output, bias)."""
+
+    tp_rank, tp_size, reduce_results, num_kv_head_replicas = 0, 1, True, 1
 
     def __init__(self, enters: int, leaves: int) -> None:
         super().__init__()
@@ -130,6 +134,11 @@ class Draft(nn.Module):
         return taken
 
 
+def missing_sites(model: Draft) -> dict[str, str]:
+    with Hooks() as hooks:
+        return hook_draft(hooks, model, lambda _site, _tensor: None)
+
+
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(0)
@@ -178,6 +187,9 @@ def test_a_place_that_is_not_there_loses_its_sites_and_no_other(path: str) -> No
     model = Draft()
     lose(model, path)
     assert missing_sites(model) == dict.fromkeys(LOSSES[path], path)
+    # what the recorder asks beside: which rank this is, and what part of a site it holds
+    assert draft_place(model) == (0, 1)
+    assert all(shard_of(site.name, model) is None for site in draft_sites(3, 1))
     assert all(not module._forward_hooks and not module._forward_pre_hooks for module in model.modules())
 
 

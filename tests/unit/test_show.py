@@ -127,15 +127,14 @@ def test_no_control_character_of_a_trace_reaches_the_terminal(tmp_path: Path) ->
 
 
 def test_only_metadata_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from eagle_trace import reader
+    from eagle_trace import reader, sitedata
 
     trace = write_trace(tmp_path / "a.trace", Side("serve"), make_prompts(2))
 
     def fail(*_: object) -> None:
         raise AssertionError("a row was read")
 
-    for name in ("_read_group", "_read_columns"):
-        monkeypatch.setattr(reader, name, fail)
+    monkeypatch.setattr(sitedata, "read_columns", fail)
     monkeypatch.setattr(reader.ValueReader, "_group", fail)
     assert summary(open_trace(trace.path))["sites"]
 

@@ -1,6 +1,7 @@
 """Writing and reading a trace: exact bytes, bounded memory, and no half-written trace taken for whole."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -65,7 +66,10 @@ def test_bytes_come_back_exactly(tmp_path: Path, dtype: type) -> None:
     np.testing.assert_array_equal(trace.values("fc.out"), values.astype(np.float32))
 
 
-def test_large_sites_are_split_into_parts_and_read_in_any_order(tmp_path: Path) -> None:
+def test_large_sites_are_split_into_parts_and_read_in_any_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("eagle_trace.parts.LARGEST_PART_BYTES", 4 << 20)
     values = RNG.standard_normal((9000, 512)).astype(np.float32)
     prepare_output(tmp_path / "t")
     writer = TraceWriter(tmp_path / "t", Manifest("serve", "values", "test"))
@@ -73,7 +77,7 @@ def test_large_sites_are_split_into_parts_and_read_in_any_order(tmp_path: Path) 
         writer.put_values("embed", make_rows(90, start), values[start : start + 90])
     trace = open_trace(writer.seal())
     (data,) = trace.site_data("embed")
-    assert len({group.path for group in data.groups}) > 1
+    assert len({group.part for group in data.groups}) > 1
     picked = RNG.permutation(9000)[:500]
     np.testing.assert_array_equal(ValueReader(data, cache_bytes=1).take(picked), values[picked])
     np.testing.assert_array_equal(np.concatenate(list(iter_blocks(data, 777))), values)
@@ -216,7 +220,11 @@ def alter(path: Path) -> None:
         (lambda path: (path / "manifest.json").write_text("[]"), TraceDamagedError, "not a manifest"),
         (damaged_manifest(lambda data: data.update(format_version=99)), TraceVersionError, "version 99"),
         (damaged_manifest(lambda data: data.pop("side")), TraceDamagedError, "lacks side"),
-        (lambda path: (path / "rows.parquet").unlink(), TraceDamagedError, "rows.parquet is missing"),
+        (
+            lambda path: shutil.rmtree(path / "rows.parquet"),
+            TraceDamagedError,
+            "rows.parquet/rank0-00000.parquet is missing",
+        ),
         (truncate, TraceDamagedError, "bytes, not"),
     ],
 )

@@ -37,7 +37,7 @@ class _Map:
         if not len(self.ids):
             self.problem = self.problem or "no draft id was named by both sides"
         a, b = (side.get("d2t") for side in context.params)
-        self.whole = bool(a and b and a["dtype"] == b["dtype"] and a["digest"] == b["digest"])
+        self.whole = bool(a and b and a["dtype"] == b["dtype"] and a["digest"] and a["digest"] == b["digest"])
 
     def _from_topk(self, context: Context, ids: Int, served: Int) -> None:
         table = context.train.table("topk")

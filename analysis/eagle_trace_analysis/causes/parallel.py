@@ -56,7 +56,8 @@ def check_shards(context: Context) -> Outcome:
         others,
         lambda words: f"the product is {words}: serve with --tp 1 for the draft, or update the engine",
     )
-    if outcome.verdict == "not_tested" and context.serve.manifest.settings.get("sglang_args") is not None:
+    manifest = context.serve.manifest
+    if outcome.verdict == "not_tested" and manifest.settings.get("sglang_args") is not None and manifest.ranks == 1:
         return ruled_out("the server ran the draft on one rank")
     return outcome
 

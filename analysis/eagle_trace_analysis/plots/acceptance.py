@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from eagle_trace.errors import TraceError
@@ -81,7 +80,7 @@ def _subtitle(diff: Diff) -> str:
 def _names(diff: Diff, serve: Trace | None) -> dict[str, str]:
     """What to call each prompt, by key."""
     try:
-        trace = serve or open_trace(Path(str(diff.traces["serve"]["path"])), allow_partial=True)
+        trace = serve or open_trace(str(diff.traces["serve"]["path"]), allow_partial=True)
         names = prompt_names(trace, 24)
         return {
             str(key): names[number]

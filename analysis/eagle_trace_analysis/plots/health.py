@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from eagle_trace.capture import Statistics
 from eagle_trace.reader import Trace, read_keys, read_statistics
+from eagle_trace_analysis.causes.parameters import same
 from eagle_trace_analysis.plots import style
 from eagle_trace_analysis.result import Diff
 from eagle_trace_analysis.rowwise import open_traces
@@ -17,7 +18,7 @@ from eagle_trace_analysis.rowwise import open_traces
 Float64 = NDArray[np.float64]
 
 _STATUS = {
-    "same": ("same bytes on both sides", style.GREEN, "circle"),
+    "same": ("the same on both sides", style.GREEN, "circle"),
     "differ": ("values differ", style.RED, "x"),
     "dtype": ("another dtype", style.BLUE, "diamond"),
     "one side": ("on one side only", style.PURPLE, "triangle-right"),
@@ -104,7 +105,7 @@ def _status(pair: list[Any]) -> str:
         return "not loaded"
     if len(known) < 2:
         return "one side"
-    if pair[0]["digest"] == pair[1]["digest"]:
+    if pair[0]["dtype"] == pair[1]["dtype"] and same(pair[0], pair[1]):
         return "same"
     alike = abs(pair[0]["norm"] - pair[1]["norm"]) <= 1e-2 * max(pair[0]["norm"], 1e-30)
     return "dtype" if pair[0]["dtype"] != pair[1]["dtype"] and alike else "differ"

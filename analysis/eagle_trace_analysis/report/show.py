@@ -50,8 +50,8 @@ def summary(trace: Trace, *, prompts: int = _PROMPTS, rounds: int = _ROUNDS) -> 
         "not_materialised": list(manifest.not_materialised),
         "warnings": list(manifest.warnings),
         "argv": list(manifest.argv),
-        "bytes": sum(facts["bytes"] for facts in manifest.files.values()),
-        "rows": manifest.files.get("rows.parquet", {}).get("rows", 0),
+        "bytes": sum(facts["bytes"] for facts in trace.files.values()),
+        "rows": trace.table_rows("rows"),
         "sites": _sites(trace),
         "prompts": _prompts(trace, names, prompts),
         "rounds": _rounds(trace, names, rounds),
@@ -67,7 +67,7 @@ def _sites(trace: Trace) -> list[dict[str, Any]]:
     """Every site with rows, dtypes, widths and bytes; of level ``shapes``, what the host showed."""
     found = []
     sizes: dict[str, int] = {}
-    for file, facts in trace.manifest.files.items():
+    for file, facts in trace.files.items():
         if file.startswith("values/site="):
             site = file.split("/")[1].removeprefix("site=")
             sizes[site] = sizes.get(site, 0) + facts["bytes"]

@@ -21,23 +21,27 @@ _SOURCE_ROOT = Path(__file__).resolve().parents[2]
 _installed = False
 
 
-def cpu_environment(env: Mapping[str, str]) -> dict[str, str]:
+def cpu_environment(env: Mapping[str, str], *, ranks: int = 1) -> dict[str, str]:
     """The environment of a process that is to run SGLang on a CPU: ``env`` and what must be added or changed.
 
-    Use it only on a machine without a usable CUDA device: it hides the compiled ``sgl_kernel``. For tensor
-    parallelism the caller adds ``SGLANG_CPU_OMP_THREADS_BIND``, for example ``"0|1"`` for two ranks on two
-    cores.
+    Use it only on a machine without a usable CUDA device: it hides the compiled ``sgl_kernel``.
 
     Args:
         env: the environment to start from, usually ``os.environ``; not changed.
+        ranks: how many scheduler processes will run (tensor times data parallel).
     """
     ahead = [str(_SHIM_DIR)]
     # From a checkout, a child that has no .pth file of ours must find the package behind the shim as well.
     if _SOURCE_ROOT.name not in {"site-packages", "dist-packages"}:
         ahead.append(str(_SOURCE_ROOT))
     behind = [part for part in env.get("PYTHONPATH", "").split(os.pathsep) if part and part not in ahead]
+    binding = {}
+    if ranks > 1 and "SGLANG_CPU_OMP_THREADS_BIND" not in env:
+        # Without it SGLang wants a NUMA node for each rank. It binds no thread by it unless its AMX kernels are there.
+        binding["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(rank % (os.cpu_count() or 1)) for rank in range(ranks))
     return {
         **env,
+        **binding,
         "PYTHONPATH": os.pathsep.join(ahead + behind),
         "SGLANG_USE_CPU_ENGINE": "1",
         # SGLang decorates small functions with torch.compile, which wants a C++ compiler at run time.

@@ -1,0 +1,392 @@
+"""What a trace holds of one site, and reading it in bounded memory: part by part, shards put together."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import groupby
+from typing import TypeVar
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from eagle_trace.capture import DTYPES, Array, Rows, Shard, Statistics
+from eagle_trace.errors import TraceDamagedError, TraceError
+from eagle_trace.schema import KEYS, TABLES
+from eagle_trace.store import Store, join, reason
+
+CACHE_BYTES = 256 << 20
+OPEN_FILES = 8
+
+Index = NDArray[np.int64]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, eq=False)
+class PartFile:
+    """One Parquet file of a trace.
+
+    Attributes:
+        store, name: where it is.
+        rows: how many of its rows, from the first, belong to the trace.
+    """
+
+    store: Store
+    name: str
+    rows: int
+
+    def __str__(self) -> str:
+        return join(self.store.place, self.name)
+
+    @cached_property
+    def metadata(self) -> pq.FileMetaData:
+        """The footer, read once (raises TraceDamagedError)."""
+        with self.reading(), self.store.parquet(self.name, mapped=True) as file:
+            metadata = file.metadata
+        if metadata.num_rows < self.rows:
+            raise TraceDamagedError(f"{self} has {metadata.num_rows} rows, not {self.rows}: record the trace again")
+        return metadata
+
+    def reading(self) -> _Reading:
+        """A context in which whatever goes wrong is this file's damage."""
+        return _Reading(self)
+
+    def open(self, *, mapped: bool = True) -> pq.ParquetFile:
+        """The file, opened without reading its footer again. `mapped`: by memory map, where that can be."""
+        metadata = self.metadata
+        with self.reading():
+            return self.store.parquet(self.name, metadata, mapped=mapped)
+
+    def read(self, groups: Sequence[int] | None, columns: list[str]) -> pa.Table:
+        """Some columns of some row groups, or of all the rows that belong to the trace."""
+        with self.open() as file, self.reading():
+            if groups is not None:
+                table = file.read_row_groups(groups, columns=columns, use_threads=False)
+            else:
+                table = file.read(columns=columns, use_threads=False).slice(0, self.rows)
+            return table.select(columns)
+
+
+class _Reading:
+    def __init__(self, part: PartFile) -> None:
+        self._part = part
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        # a footer that parses may still name columns or text that are not there
+        if isinstance(error, (OSError, pa.ArrowException, ValueError, KeyError)):
+            raise TraceDamagedError(
+                f"{self._part} cannot be read as Parquet ({reason(error)}): record the trace again"
+            ) from error
+
+
+@dataclass(frozen=True)
+class RowGroup:
+    """Where a run of rows of a site lies: in a row group of a part, from its first row on."""
+
+    part: PartFile
+    index: int
+    start: int
+    rows: int
+
+
+@dataclass(frozen=True)
+class SiteData:
+    """What a trace holds of one site in one dtype and width.
+
+    Attributes:
+        site: name of the site.
+        dtype: on-disk dtype name.
+        width: elements of a row.
+        has_values: whether exact bytes are there (level ``values``).
+        groups: row groups in the order the rows were recorded (of the first shard, where there are several).
+        shards: empty, or the parts that each row was cut into, in order along the last axis.
+        orders: for each shard, where the rows of this site are among the shard's; None where in the same place.
+    """
+
+    site: str
+    dtype: str
+    width: int
+    has_values: bool
+    groups: tuple[RowGroup, ...]
+    shards: tuple[SiteData, ...] = ()
+    orders: tuple[Index | None, ...] = ()
+
+    @property
+    def rows(self) -> int:
+        """Number of rows."""
+        return sum(group.rows for group in self.groups)
+
+
+def scan(
+    site: str, parts: Iterable[PartFile], lost: Callable[[str], None] | None
+) -> dict[Shard | None, list[SiteData]]:
+    """What some parts hold of a site, by shard: one entry a (dtype, width, level) seen.
+
+    Args:
+        site: its name.
+        parts: in the order of their rows.
+        lost: told of a part that cannot be read, which is then left out; None to raise.
+
+    Raises:
+        TraceDamagedError: a part cannot be read.
+    """
+    found: dict[Shard | None, OrderedDict[tuple[str, int, bool], list[RowGroup]]] = {}
+    for part in parts:
+        try:
+            dtype, width, has_values, shard = _facts(part)
+        except TraceDamagedError as error:
+            if lost is None:
+                raise
+            lost(str(error))
+            continue
+        groups = found.setdefault(shard, OrderedDict()).setdefault((dtype, width, has_values), [])
+        left = part.rows
+        for index in range(part.metadata.num_row_groups):
+            rows = min(left, part.metadata.row_group(index).num_rows)
+            if rows:
+                groups.append(RowGroup(part, index, groups[-1].start + groups[-1].rows if groups else 0, rows))
+            left -= rows
+    return {
+        shard: [SiteData(site, *kind, tuple(groups)) for kind, groups in kinds.items()]
+        for shard, kinds in found.items()
+    }
+
+
+def _facts(part: PartFile) -> tuple[str, int, bool, Shard | None]:
+    """Dtype, width, whether values are there, and which shard a part holds."""
+    metadata = part.metadata
+    with part.reading():
+        schema = metadata.schema.to_arrow_schema()
+        given = schema.metadata or {}
+        facts = {key.decode().removeprefix("eagle_trace."): value.decode() for key, value in given.items()}
+    index, slash, count = facts.get("shard", "0/1").partition("/")
+    numbers = [facts.get("width", ""), index, count]
+    if facts.get("dtype") not in DTYPES or not slash or not all(one.isdecimal() for one in numbers):
+        raise TraceDamagedError(f"{part} does not say its dtype and width: it was not written by eagle-trace")
+    shard = Shard(int(index), int(count)) if "shard" in facts else None
+    return facts["dtype"], int(facts["width"]), "values" in schema.names, shard
+
+
+def append_rows(before: list[SiteData], behind: list[SiteData]) -> list[SiteData]:
+    """The rows of one group of ranks, and behind them those of another."""
+    joined = {(one.dtype, one.width, one.has_values): one for one in before}
+    for one in behind:
+        kind = one.dtype, one.width, one.has_values
+        old = joined.get(kind)
+        if old is not None:
+            moved = (replace(group, start=group.start + old.rows) for group in one.groups)
+            one = replace(old, groups=(*old.groups, *moved))
+        joined[kind] = one
+    return list(joined.values())
+
+
+def join_shards(data: dict[Shard, list[SiteData]], lost: Callable[[str], None] | None) -> Iterator[SiteData]:
+    """Full rows from shards: one entry a (dtype, shard width, level, count) seen.
+
+    Args:
+        data: what `scan` found, by shard.
+        lost: told of a shard that is missing, whose site is then left out; None to raise.
+
+    Raises:
+        TraceDamagedError: a shard is missing.
+    """
+    kinds: dict[tuple[int, str, int, bool], dict[int, SiteData]] = {}
+    for shard, found in data.items():
+        for one in found:
+            kinds.setdefault((shard.count, one.dtype, one.width, one.has_values), {})[shard.index] = one
+    for (count, *_), by_index in kinds.items():
+        missing = [index for index in range(count) if index not in by_index]
+        if missing:
+            site = next(iter(by_index.values())).site
+            text = f"site {site} lacks part {missing[0]} of {count}"
+            if lost is None:
+                raise TraceDamagedError(f"{text}: record the trace again")
+            lost(text)
+            continue
+        yield _joined([by_index[index] for index in range(count)])
+
+
+def _joined(shards: list[SiteData]) -> SiteData:
+    """Ranks record the same rows in the same order, as a rule: only where they did not, rows are looked up."""
+    width = sum(shard.width for shard in shards)
+    whole = replace(shards[0], width=width, shards=tuple(shards), orders=(None,) * len(shards))
+    orders = match_rows([read_keys(shard) for shard in shards])
+    if orders is None:
+        return whole
+    groups: list[RowGroup] = []
+    for group in shards[0].groups:
+        rows = int(((orders[0] >= group.start) & (orders[0] < group.start + group.rows)).sum())
+        if rows:
+            groups.append(replace(group, start=groups[-1].start + groups[-1].rows if groups else 0, rows=rows))
+    return replace(whole, groups=tuple(groups), orders=tuple(orders))
+
+
+def match_rows(keys: Sequence[Rows]) -> list[Index] | None:
+    """Where the rows that all of `keys` have are in each, in the order of the first; None if all are alike."""
+    first, *others = keys
+    names = ("prompt_id", "root", "step", "path")
+    if all(np.array_equal(getattr(first, name), getattr(other, name)) for other in others for name in names):
+        return None
+    places = [_places(one) for one in keys]
+    common = [key for key in places[0] if all(key in other for other in places[1:])]
+    return [np.array([place[key] for key in common], dtype=np.int64) for place in places]
+
+
+def _places(rows: Rows) -> dict[tuple[int, ...], int]:
+    """Where each row is, by its key and its number among the rows of that key."""
+    seen: dict[tuple[int, ...], int] = {}
+    found: dict[tuple[int, ...], int] = {}
+    columns = (rows.prompt_id.tolist(), rows.root.tolist(), rows.step.tolist(), rows.path.tolist())
+    for at, (prompt, root, step, path) in enumerate(zip(*columns, strict=True)):
+        key = (prompt, root, step, *path[:step])
+        seen[key] = seen.get(key, -1) + 1
+        found[*key, seen[key]] = at
+    return found
+
+
+def read_columns(data: SiteData, columns: list[str]) -> pa.Table:
+    """Columns other than the values of all rows of `data`, whose shards are left alone."""
+    tables = []
+    for part, groups in groupby(data.groups, key=lambda group: group.part):
+        listed = list(groups)
+        table = part.read([group.index for group in listed], columns)
+        # of a part that has grown since, only the first rows belong to the trace
+        tables.append(table.slice(0, sum(group.rows for group in listed)))
+    return pa.concat_tables(tables)
+
+
+def read_keys(data: SiteData) -> Rows:
+    """Keys of all rows of `data`."""
+    rows = to_rows(read_columns(data.shards[0] if data.shards else data, [name for name, _ in KEYS]))
+    return rows if not data.orders or data.orders[0] is None else rows.take(data.orders[0])
+
+
+def read_statistics(data: SiteData) -> Statistics:
+    """Statistics of all rows of `data`."""
+    if not data.shards:
+        names = ["norm", "absmax", "mean", "nonfinite"]
+        table = read_columns(data, names)
+        return Statistics(*(table.column(name).to_numpy() for name in names))
+    parts = []
+    for shard, order in zip(data.shards, data.orders, strict=True):
+        found = read_statistics(shard)
+        parts.append((found.norm, found.absmax, found.mean * shard.width, found.nonfinite))
+        if order is not None:
+            parts[-1] = tuple(column[order] for column in parts[-1])  # type: ignore[assignment]
+    norm, absmax, total, nonfinite = (np.stack(columns) for columns in zip(*parts, strict=True))
+    return Statistics(
+        np.sqrt((norm**2).sum(axis=0)),
+        absmax.max(axis=0),
+        total.sum(axis=0) / data.width,
+        nonfinite.sum(axis=0, dtype=np.int32),
+    )
+
+
+def to_rows(table: pa.Table) -> Rows:
+    """The key columns of a table."""
+    columns = {name: table.column(name).to_numpy() for name, _ in KEYS if name != "path"}
+    return Rows(path=padded_paths(table.column("path")), **columns)
+
+
+def padded_paths(column: pa.ChunkedArray) -> NDArray[np.int32]:
+    """A ``path`` column as int32 [rows, longest path], padded with -1."""
+    path = column.combine_chunks()
+    if isinstance(path, pa.ChunkedArray):
+        path = path.chunk(0) if path.num_chunks else pa.array([], type=TABLES["rows"].field("path").type)
+    lengths = np.diff(path.offsets.to_numpy())
+    width = int(lengths.max(initial=0))
+    padded = np.full((len(path), width), -1, dtype=np.int32)
+    padded[np.arange(width)[None, :] < lengths[:, None]] = path.flatten().to_numpy()
+    return padded
+
+
+class ValueReader:
+    """Random access to the values of one site, with a bounded cache of row groups.
+
+    Row groups are decoded once as long as the working set fits `cache_bytes`.
+    """
+
+    def __init__(self, data: SiteData, cache_bytes: int = CACHE_BYTES) -> None:
+        if not data.has_values:
+            raise TraceError(f"site {data.site!r} was recorded at a level without values: record with --level values")
+        self.data = data
+        self._dtype = DTYPES[data.dtype]
+        self._shards = [ValueReader(shard, cache_bytes // len(data.shards)) for shard in data.shards]
+        self._starts = np.array([group.start for group in data.groups], dtype=np.int64)
+        self._cache: OrderedDict[int, Array] = OrderedDict()
+        self._cached_bytes = 0
+        self._cache_bytes = cache_bytes
+        self._files: OrderedDict[PartFile, pq.ParquetFile] = OrderedDict()
+
+    def take(self, index: NDArray[np.integer]) -> Array:
+        """Rows at `index` (any order), exact dtype, [len(index), width]; a view where they lie side by side."""
+        if not len(index):
+            return np.empty((0, self.data.width), dtype=self._dtype)
+        if self._shards:
+            pairs = zip(self._shards, self.data.orders, strict=True)
+            return np.concatenate(
+                [reader.take(index if order is None else order[index]) for reader, order in pairs], axis=1
+            )
+        group_of = np.searchsorted(self._starts, index, side="right") - 1
+        first = int(group_of[0])
+        if (group_of == first).all():
+            local = index - self._starts[first]
+            start = int(local[0])
+            array: Array = self._group(first)
+            if (np.diff(local) == 1).all():
+                return array[start : start + len(local)]
+            picked: Array = array[local]
+            return picked
+        out = np.empty((len(index), self.data.width), dtype=self._dtype)
+        for group in np.unique(group_of):
+            where = np.flatnonzero(group_of == group)
+            out[where] = self._group(int(group))[index[where] - self._starts[group]]
+        return out
+
+    def _group(self, number: int) -> Array:
+        if number in self._cache:
+            self._cache.move_to_end(number)
+            return self._cache[number]
+        group = self.data.groups[number]
+        with group.part.reading():
+            # one column: handing it to Arrow's thread pool would cost more than the copy itself
+            column = self._file(group.part).read_row_group(group.index, ["values"], use_threads=False).column("values")
+        chunks = [_decode(chunk, self._dtype, self.data.width) for chunk in column.chunks]
+        array = chunks[0] if len(chunks) == 1 else np.concatenate(chunks)
+        self._cache[number] = array
+        self._cached_bytes += array.nbytes
+        while self._cached_bytes > self._cache_bytes and len(self._cache) > 1:
+            _, dropped = self._cache.popitem(last=False)
+            self._cached_bytes -= dropped.nbytes
+        return array
+
+    def _file(self, part: PartFile) -> pq.ParquetFile:
+        """The open file of `part`: opening takes longer than reading a row group."""
+        if part in self._files:
+            self._files.move_to_end(part)
+            return self._files[part]
+        # not memory-mapped: pages of a map that stays open count as this process's memory
+        file = self._files[part] = part.open(mapped=False)
+        while len(self._files) > OPEN_FILES:
+            self._files.popitem(last=False)[1].close()
+        return file
+
+
+def _decode(chunk: pa.FixedSizeBinaryArray, dtype: np.dtype[np.generic], width: int) -> Array:
+    size = width * dtype.itemsize
+    flat = np.frombuffer(chunk.buffers()[1], dtype=np.uint8, count=len(chunk) * size, offset=chunk.offset * size)
+    return flat.view(dtype).reshape(len(chunk), width)
+
+
+def iter_blocks(data: SiteData, rows: int = 4096) -> Iterator[Array]:
+    """All values of `data` in recorded order, at most `rows` rows at a time."""
+    reader = ValueReader(data, cache_bytes=0)
+    for start in range(0, data.rows, rows):
+        yield reader.take(np.arange(start, min(start + rows, data.rows)))

@@ -1,0 +1,359 @@
+"""Where a trace lies: a local folder, or a folder on any filesystem that fsspec knows (``s3://bucket/run.trace``).
+
+Names of files are relative to the trace, with ``/``. Every failure is an `OSError`, whatever library it came from.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import shutil
+import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+from eagle_trace.errors import UsageError
+
+if TYPE_CHECKING:
+    import pyarrow.parquet as pq
+
+#: what a caller may name a trace with; a `Path` is local, a text with ``://`` goes to fsspec
+Place = Path | str
+
+#: packages that fsspec needs for a protocol and does not bring along
+_DRIVERS = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "az": "adlfs", "hf": "hf"}
+
+
+def is_url(place: Place) -> bool:
+    """Whether `place` names a filesystem of fsspec's."""
+    return isinstance(place, str) and "://" in place
+
+
+def as_place(text: str) -> Place:
+    """`text` as the command line gives it: a URL as it is, anything else as a local path."""
+    return text if is_url(text) else Path(text)
+
+
+def same_place(one: Place, other: Place) -> bool:
+    """Whether both name one trace."""
+    if isinstance(one, Path) and isinstance(other, Path):
+        return one.resolve() == other.resolve()
+    return str(one).rstrip("/") == str(other).rstrip("/")
+
+
+def join(place: Place, name: str) -> str:
+    """Full name of a file of a trace, for messages and for readers of plain Parquet."""
+    return f"{place.rstrip('/')}/{name}" if isinstance(place, str) else str(place / name)
+
+
+def reason(error: BaseException) -> str:
+    """Why the operating system refused, in its own words and without the path."""
+    if isinstance(error, OSError) and error.errno:
+        return f"{error.strerror or os.strerror(error.errno)} (errno {error.errno})"
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+class Sink(io.RawIOBase):
+    """A file being written. It is there only once `commit` was called, then as a whole.
+
+    Attributes:
+        bytes: how many were written.
+        crc32: of all of them.
+        discarded: whether nobody wants it any more.
+    """
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self._stream = stream
+        self.bytes = 0
+        self.crc32 = 0
+        self.discarded = False
+
+    def writable(self) -> bool:
+        """True."""
+        return True
+
+    def write(self, data: Any) -> int:
+        """Append `data`."""
+        if self.discarded:
+            return len(data)  # a writer that is dropped tries to end its file
+        self._stream.write(data)
+        self.crc32 = zlib.crc32(data, self.crc32)
+        size = len(data)
+        self.bytes += size
+        return size
+
+    def tell(self) -> int:
+        """How many bytes were written."""
+        return self.bytes
+
+    def commit(self) -> None:
+        """Put the file where readers look for it, in place of an older one of that name."""
+        self._stream.close()
+
+    def discard(self) -> None:
+        """Leave no file behind."""
+        self.discarded = True
+
+
+class Store(ABC):
+    """Files of one trace. See `open_store`."""
+
+    place: Place
+
+    @abstractmethod
+    def is_folder(self) -> bool:
+        """Whether there is such a folder."""
+
+    @abstractmethod
+    def make(self) -> None:
+        """Make the folder if it is not there."""
+
+    @abstractmethod
+    def read(self, name: str) -> bytes:
+        """A whole file."""
+
+    @abstractmethod
+    def exists(self, name: str) -> bool:
+        """Whether a file is there."""
+
+    @abstractmethod
+    def sizes(self) -> dict[str, int]:
+        """Name and bytes of every file."""
+
+    @abstractmethod
+    def write(self, name: str, data: bytes) -> None:
+        """Write a whole file: a reader sees all of it or the older one."""
+
+    @abstractmethod
+    def create(self, name: str, data: bytes) -> None:
+        """Write a file that must not be there yet: FileExistsError if it is."""
+
+    @abstractmethod
+    def remove(self, name: str) -> None:
+        """Remove a file that may be there."""
+
+    @abstractmethod
+    def clear(self) -> None:
+        """Remove everything in the folder."""
+
+    @abstractmethod
+    def sink(self, name: str) -> Sink:
+        """A new file to write."""
+
+    @abstractmethod
+    def parquet(self, name: str, metadata: pq.FileMetaData | None = None, *, mapped: bool = False) -> pq.ParquetFile:
+        """Open a Parquet file; with its `metadata` known, its footer is not read again.
+
+        Raises:
+            OSError, pyarrow.ArrowInvalid: not there, or no Parquet.
+        """
+
+
+def open_store(place: Place) -> Store:
+    """The store at `place`.
+
+    Raises:
+        UsageError: nobody here knows how to reach it; the message names the package to install.
+    """
+    if not is_url(place):
+        return _LocalStore(Path(place))
+    import fsspec
+
+    protocol = str(place).split("://", 1)[0]
+    try:
+        filesystem, root = fsspec.core.url_to_fs(str(place))
+    except ImportError as error:
+        package = _DRIVERS.get(protocol, error.name or protocol)
+        raise UsageError(f"{place} needs a package that is not installed: pip install {package}") from error
+    except ValueError as error:
+        raise UsageError(f"{place}: {reason(error)}") from error
+    except Exception as error:  # every driver has errors of its own
+        raise UsageError(f"cannot reach {place}: {reason(error)}") from error
+    if protocol in ("file", "local"):
+        return _LocalStore(Path(root))
+    return _RemoteStore(str(place), filesystem, root)
+
+
+class _LocalSink(Sink):
+    """Beside its place until it is whole."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._partial = path.with_name(f".{path.name}.tmp")
+        super().__init__(self._partial.open("wb", buffering=1 << 17))
+
+    def commit(self) -> None:
+        super().commit()
+        self._partial.replace(self._path)
+
+    def discard(self) -> None:
+        super().discard()
+        with contextlib.suppress(OSError):  # a stream that cannot flush (disk full) raises once more on closing
+            self._stream.close()
+        with contextlib.suppress(OSError):
+            self._partial.unlink()
+
+
+class _LocalStore(Store):
+    def __init__(self, root: Path) -> None:
+        self.place = self._root = root
+
+    def is_folder(self) -> bool:
+        return self._root.is_dir()
+
+    def make(self) -> None:
+        self._root.mkdir(parents=True, exist_ok=True)
+
+    def read(self, name: str) -> bytes:
+        return (self._root / name).read_bytes()
+
+    def exists(self, name: str) -> bool:
+        return (self._root / name).exists()
+
+    def sizes(self) -> dict[str, int]:
+        return {
+            (Path(folder) / file).relative_to(self._root).as_posix(): (Path(folder) / file).stat().st_size
+            for folder, _, files in os.walk(self._root)
+            for file in files
+        }
+
+    def write(self, name: str, data: bytes) -> None:
+        partial = self._root / f".{name}.tmp"
+        try:
+            with partial.open("wb") as stream:
+                stream.write(data)
+                stream.flush()
+                os.fsync(stream.fileno())
+            partial.replace(self._root / name)
+        except OSError:
+            with contextlib.suppress(OSError):
+                partial.unlink(missing_ok=True)
+            raise
+
+    def create(self, name: str, data: bytes) -> None:
+        with (self._root / name).open("xb") as stream:
+            stream.write(data)
+
+    def remove(self, name: str) -> None:
+        (self._root / name).unlink(missing_ok=True)
+
+    def clear(self) -> None:
+        for entry in self._root.iterdir() if self._root.exists() else ():
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry)
+            else:
+                entry.unlink()
+
+    def sink(self, name: str) -> Sink:
+        folder = self._root
+        for part in name.split("/")[:-1]:
+            # one by one: a trace whose own folder vanished must not come back half empty
+            folder = folder / part
+            folder.mkdir(exist_ok=True)
+        return _LocalSink(self._root / name)
+
+    def parquet(self, name: str, metadata: pq.FileMetaData | None = None, *, mapped: bool = False) -> pq.ParquetFile:
+        import pyarrow.parquet as pq  # not above: naming a trace should not take as long as opening it
+
+        return pq.ParquetFile(self._root / name, metadata=metadata, memory_map=mapped)
+
+
+class _RemoteSink(Sink):
+    """Object stores show a file once its upload has ended: they need no other name meanwhile."""
+
+    def __init__(self, filesystem: Any, path: str) -> None:
+        self._filesystem = filesystem
+        self._path = path
+        with _plain_errors():
+            super().__init__(filesystem.open(path, "wb"))
+
+    def write(self, data: Any) -> int:
+        with _plain_errors():
+            return super().write(bytes(data))
+
+    def commit(self) -> None:
+        with _plain_errors():
+            super().commit()
+
+    def discard(self) -> None:
+        super().discard()
+        with contextlib.suppress(Exception):  # whatever a driver raises for what it never began
+            getattr(self._stream, "discard", self._stream.close)()
+
+
+class _RemoteStore(Store):
+    def __init__(self, url: str, filesystem: Any, root: str) -> None:
+        self.place = url.rstrip("/")
+        self._filesystem = filesystem
+        self._root = root.rstrip("/")
+
+    def _path(self, name: str) -> str:
+        return f"{self._root}/{name}"
+
+    def is_folder(self) -> bool:
+        return bool(self.sizes())
+
+    def make(self) -> None:
+        """Nothing: folders of object stores are there when something is in them."""
+
+    def read(self, name: str) -> bytes:
+        with _plain_errors():
+            return bytes(self._filesystem.cat_file(self._path(name)))
+
+    def exists(self, name: str) -> bool:
+        with _plain_errors():
+            return bool(self._filesystem.exists(self._path(name)))
+
+    def sizes(self) -> dict[str, int]:
+        with _plain_errors():
+            self._filesystem.invalidate_cache()
+            found = self._filesystem.find(self._root, detail=True)
+            start = len(self._root.lstrip("/")) + 1
+            return {path.lstrip("/")[start:]: int(facts["size"] or 0) for path, facts in found.items()}
+
+    def write(self, name: str, data: bytes) -> None:
+        with _plain_errors():
+            self._filesystem.pipe_file(self._path(name), data)
+
+    def create(self, name: str, data: bytes) -> None:
+        with _plain_errors():
+            try:
+                self._filesystem.pipe_file(self._path(name), data, mode="create")
+            except (NotImplementedError, TypeError, ValueError):
+                # this filesystem cannot do it in one step: two recorders that start in the same instant both pass
+                if self._filesystem.exists(self._path(name)):
+                    raise FileExistsError(self._path(name)) from None
+                self._filesystem.pipe_file(self._path(name), data)
+
+    def remove(self, name: str) -> None:
+        with _plain_errors(), contextlib.suppress(FileNotFoundError):
+            self._filesystem.rm_file(self._path(name))
+
+    def clear(self) -> None:
+        with _plain_errors(), contextlib.suppress(FileNotFoundError):
+            self._filesystem.rm(self._root, recursive=True)
+
+    def sink(self, name: str) -> Sink:
+        return _RemoteSink(self._filesystem, self._path(name))
+
+    def parquet(self, name: str, metadata: pq.FileMetaData | None = None, *, mapped: bool = False) -> pq.ParquetFile:  # noqa: ARG002
+        import pyarrow.parquet as pq
+
+        with _plain_errors():
+            # no read-ahead: Arrow asks for exactly the bytes of a row group, once, in one piece
+            stream = self._filesystem.open(self._path(name), "rb", cache_type="none")
+            return pq.ParquetFile(stream, metadata=metadata, pre_buffer=True)
+
+
+@contextlib.contextmanager
+def _plain_errors() -> Iterator[None]:
+    """Whatever a driver raises, as an OSError."""
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:
+        raise OSError(f"{type(error).__name__}: {reason(error)}") from error

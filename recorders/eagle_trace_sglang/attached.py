@@ -1,0 +1,116 @@
+"""Recording in a server that its user started: armed by `EAGLE_TRACE_OUT`, in SGLang's main process.
+
+The variables below say what to record once the server is ready; after that, its HTTP routes (see `routes`) and, in a
+process with an `Engine`, `control()` start and end recordings.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from eagle_trace.errors import EagleTraceError, UsageError
+from eagle_trace.selection import Selection, parse_bytes
+from eagle_trace_sglang.admission import Admission
+from eagle_trace_sglang.control import Control, next_place
+from eagle_trace_sglang.orders import Order
+from eagle_trace_sglang.plugin import OUT, PREFIX
+
+#: what the variables may say beside OUT
+ASKED = ("REQUESTS", "MATCH", "SAMPLE", "LEVEL", "MAX_BYTES", "SECONDS", "SITES", "ROOTS", "STEPS", "KEEP_CUDA_GRAPHS")
+VARIABLES = (OUT, *(PREFIX + name for name in ASKED))
+DEFAULT_REQUESTS = 8
+#: how long a server that is shut down may take to seal
+CLOSE_SECONDS = 15.0
+
+HTTP_SERVER = "sglang.srt.entrypoints.http_server"
+
+logger = logging.getLogger(__name__)
+_control: Control | None = None
+
+
+def control() -> Control | None:
+    """The control of the SGLang that this process owns; None if it was not armed."""
+    return _control
+
+
+def arm() -> None:
+    """Make this process's `Control`, before SGLang starts its scheduler processes, and hook what says it is ready."""
+    global _control
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    order = order_of(os.environ)
+    _control = Control()
+    os.environ.update(_control.environment)
+
+    def serving(*_args: Any, **_kwargs: Any) -> None:
+        from sglang.srt.entrypoints.http_server import app
+
+        from eagle_trace_sglang.routes import add_routes
+
+        add_routes(app, _require(), os.environ[OUT])
+
+    waiting = [] if order is None else [order]
+
+    def ready(*_args: Any, **_kwargs: Any) -> None:
+        if waiting:
+            start(waiting.pop())
+
+    def ending(*_args: Any, **_kwargs: Any) -> None:
+        _require().close(CLOSE_SECONDS)
+
+    HookRegistry.register(f"{HTTP_SERVER}._setup_and_run_http_server", serving, HookType.BEFORE)
+    # the server's own warm-up requests are over: whatever comes now is somebody's
+    HookRegistry.register(f"{HTTP_SERVER}._wait_and_warmup", ready, HookType.AFTER)
+    # an Engine loads its plugins from inside its constructor, which is too late to be told of its end
+    for name in ("generate", "async_generate"):
+        HookRegistry.register(f"sglang.srt.entrypoints.engine.Engine.{name}", ready, HookType.BEFORE)
+    HookRegistry.register("sglang.srt.utils.common.kill_process_tree", ending, HookType.BEFORE)
+
+
+def _require() -> Control:
+    if _control is None:
+        raise RuntimeError("this process was not armed")
+    return _control
+
+
+def start(order: Order) -> None:
+    """Begin to record; what stands in the way is logged, since the server must serve all the same."""
+    try:
+        _require().start(replace(order, out=next_place(order.out)))
+    except EagleTraceError as error:
+        logger.error("eagle-trace records nothing: %s", error)  # noqa: TRY400 (a sentence, not a bug)
+
+
+def order_of(environment: Mapping[str, str]) -> Order | None:
+    """What the `VARIABLES` ask for; ``EAGLE_TRACE_REQUESTS=0`` to wait to be told.
+
+    Returns:
+        The recording to begin with, or None to wait.
+
+    Raises:
+        UsageError: a variable makes no sense.
+    """
+    given = {name.removeprefix(PREFIX): value for name, value in environment.items() if name.startswith(PREFIX)}
+    requests = _number(given, "REQUESTS", int, DEFAULT_REQUESTS)
+    budget = given.get("MAX_BYTES")
+    order = Order(
+        out=given["OUT"],
+        admission=Admission(None, requests or None, given.get("MATCH", ""), _number(given, "SAMPLE", float, 1.0)),
+        level=given.get("LEVEL", "values"),
+        max_bytes=parse_bytes(budget) if budget else None,
+        selection=Selection.parse(sites=given.get("SITES"), roots=given.get("ROOTS"), steps=given.get("STEPS")),
+        keep_cuda_graphs=given.get("KEEP_CUDA_GRAPHS", "") not in ("", "0"),
+        seconds=_number(given, "SECONDS", float, 0.0) or None,
+    )
+    return order if requests else None
+
+
+def _number(given: Mapping[str, str], name: str, kind: Any, default: Any) -> Any:
+    try:
+        return kind(given[name]) if name in given else default
+    except ValueError as error:
+        raise UsageError(f"{PREFIX}{name} must be a number, not {given[name]!r}") from error

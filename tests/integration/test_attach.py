@@ -1,0 +1,295 @@
+"""Recording in a server that its user started, in every way it batches. Each server is started once."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from eagle_trace import Trace, open_trace
+from eagle_trace.errors import HostError, PromptsError, RecordingError
+from eagle_trace.selection import Selection
+from eagle_trace_analysis import diff
+from eagle_trace_sglang.record import attach
+from tests.support.attached import Attached, server
+from tests.support.pairs import TARGET
+
+pytestmark = pytest.mark.integration
+
+Train = Callable[..., Trace]
+
+TEXTS = [
+    "The return statement ends a function and ",
+    "A for loop goes over ",
+    "The import statement finds a module, loads it, and binds its name in the namespace of the statement; ",
+    "def ",
+    "An exception that is raised in the body of a function leaves it at once, and the caller sees ",
+    "The name of a class is ",
+]
+
+
+@pytest.fixture(scope="module")
+def chain(folder: Path, deployed: Path) -> Iterator[Attached]:
+    """A chain of three draft steps, prefix cache and chunked prefill on; records its first two requests by itself."""
+    place = folder / "chain"
+    place.mkdir()
+    arguments = ["--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "4", "--chunked-prefill-size", "32"]
+    with server(place, TARGET, deployed, *arguments, EAGLE_TRACE_REQUESTS="2") as running:
+        yield running
+
+
+@pytest.fixture
+def idle(chain: Attached) -> Attached:
+    """The chain, done with what it records by itself."""
+    if chain.status["state"] == "recording":
+        chain.post("/eagle_trace/finish", {})
+    return chain
+
+
+@pytest.fixture(scope="module")
+def tree(folder: Path, deployed: Path) -> Iterator[Attached]:
+    """A tree of four branches, eight tokens verified, in bf16; it waits to be told."""
+    place = folder / "tree"
+    place.mkdir()
+    arguments = ["--speculative-eagle-topk", "4", "--speculative-num-draft-tokens", "8", "--disable-radix-cache"]
+    with server(place, TARGET, deployed, *arguments, dtype="bfloat16", EAGLE_TRACE_REQUESTS="0") as running:
+        yield running
+
+
+def write_prompts(path: Path, *lines: dict[str, Any]) -> Path:
+    path.write_text("\n".join(json.dumps(line) for line in lines))
+    return path
+
+
+def assert_healthy(train: Train, serve: Trace) -> None:
+    result = diff(train(replay=serve.path), serve)
+    assert result.exit_status == 0, result
+    assert not result.coverage.unmatched_serve
+
+
+def ask_many(running: Attached, name: str, tokens: list[int], **sampling: Any) -> list[Any]:
+    """Ask at once, each for another number of tokens, so that requests join and leave a running batch."""
+
+    def ask(number: int) -> Any:
+        time.sleep(0.05 * number)
+        text = TEXTS[number % len(TEXTS)] * (1 + number % 3)
+        return running.generate(text, f"{name}-{number}", tokens[number], **sampling)
+
+    with ThreadPoolExecutor(len(tokens)) as pool:
+        return list(pool.map(ask, range(len(tokens))))
+
+
+def test_it_records_the_next_requests_by_itself_then_seals(chain: Attached, train: Train) -> None:
+    assert chain.status["state"] == "recording"
+    while_recording = [chain.generate(TEXTS[0])["text"], chain.generate(TEXTS[1])["text"]]
+    chain.wait_until("ready")
+    assert [chain.generate(text)["text"] for text in TEXTS[:2]] == while_recording
+    (path,) = chain.traces
+    trace = open_trace(path)
+    assert len(trace.prompts) == 2
+    assert trace.manifest.stopped is None
+    assert_healthy(train, trace)
+
+
+def test_prompts_are_sent_and_the_trace_fetched(idle: Attached, train: Train, tmp_path: Path) -> None:
+    before = idle.traces
+    messages = [{"role": "user", "content": "What does return do?"}]
+    prompts = write_prompts(
+        tmp_path / "p.jsonl",
+        {"prompt": TEXTS[2]},
+        {"prompt": TEXTS[2] + "always"},
+        {"id": "ids", "input_ids": list(b"while True: ")},
+        {"id": "chat", "messages": messages},
+    )
+    attach(url=idle.url, prompts=prompts, out=tmp_path / "s.trace", max_new_tokens=16, batch_size=1)
+    trace = open_trace(tmp_path / "s.trace")
+    assert idle.traces == before, "it was fetched, so the server need not keep it"
+    keys = dict(zip(trace.prompts.prompt_key, trace.prompts.index, strict=True))
+    assert {"ids", "chat"} <= set(keys)
+    assert (trace.calls["mode"] == "EXTEND").sum() > len(trace.prompts), "long prompts are prefilled in chunks"
+    # the server applied its own chat template: the tokens are there to compare with those of training
+    chat = trace.prompts.loc[keys["chat"]]
+    from transformers import AutoTokenizer
+
+    template = AutoTokenizer.from_pretrained(TARGET).apply_chat_template(
+        messages, add_generation_prompt=True, return_dict=False
+    )
+    assert list(chat.token_ids[: chat.num_prompt_tokens]) == list(template)
+    # the second prompt began like the first: its first positions were not computed, and the trace says so
+    second = trace.prompts.loc[trace.prompts.prompt_id == 1].iloc[0]
+    assert second.cached_tokens > 0
+    assert trace.rows.root[trace.rows.prompt_id == 1].min() == second.cached_tokens
+    assert any("prefix cache" in entry["why"] for entry in trace.manifest.not_materialised)
+    assert_healthy(train, trace)
+
+
+def test_requests_join_and_leave_and_others_are_left_alone(idle: Attached, train: Train) -> None:
+    idle.post("/eagle_trace/start", {"requests": 8, "match": "^mixed-"})
+    with ThreadPoolExecutor(2) as pool:
+        other = pool.submit(ask_many, idle, "other", [20, 9, 14, 5])
+        mixed = pool.submit(ask_many, idle, "mixed", [30, 3, 17, 8, 25, 1, 12, 21])
+        recorded, _ = mixed.result(), other.result()
+    idle.wait_until("ready")
+    trace = open_trace(idle.traces[-1])
+    assert {rid.split("-")[0] for rid in trace.prompts.request_id} == {"mixed"}
+    assert trace.calls.batch_size.max() > 2
+    again = ask_many(idle, "again", [30, 3, 17, 8, 25, 1, 12, 21])
+    assert [one["text"] for one in recorded] == [one["text"] for one in again]
+    assert_healthy(train, trace)
+
+
+def test_sampled_answers_agree_too(idle: Attached, train: Train, tmp_path: Path) -> None:
+    prompts = write_prompts(tmp_path / "p.jsonl", *({"prompt": text} for text in TEXTS[:4]))
+    attach(url=idle.url, prompts=prompts, out=tmp_path / "s.trace", max_new_tokens=24, temperature=0.9)
+    trace = open_trace(tmp_path / "s.trace")
+    assert trace.manifest.settings["temperature"] == 0.9
+    assert_healthy(train, trace)
+
+
+def test_an_aborted_request_is_kept_up_to_there(idle: Attached, train: Train) -> None:
+    idle.post("/eagle_trace/start", {"requests": 2, "match": "^abort-"})
+    with ThreadPoolExecutor(2) as pool:
+        long = pool.submit(idle.generate, TEXTS[0], "abort-long", 400, ignore_eos=True)
+        short = pool.submit(idle.generate, TEXTS[1], "abort-short", 10)
+        short.result()
+        idle.post("/abort_request", {"rid": "abort-long"})
+        long.result()
+    idle.wait_until("ready")
+    trace = open_trace(idle.traces[-1])
+    reasons = dict(zip(trace.prompts.request_id, trace.prompts.finish_reason, strict=True))
+    assert reasons["abort-long"] == "abort"
+    assert any("aborted" in warning for warning in trace.manifest.warnings)
+    assert_healthy(train, trace)
+
+
+def test_a_request_that_does_not_end_is_given_up_and_the_others_kept(idle: Attached, tmp_path: Path) -> None:
+    idle.post("/eagle_trace/start", {"requests": 2, "match": "^slow-", "seconds": 1.0})
+    with ThreadPoolExecutor(1) as pool:
+        long = pool.submit(idle.generate, TEXTS[0], "slow-0", 900, ignore_eos=True)
+        idle.wait_until("ready")
+        idle.post("/abort_request", {"rid": "slow-0"})
+        long.result()
+    trace = open_trace(idle.traces[-1])
+    assert trace.manifest.stopped == "time limit (1 s)"
+    assert len(trace.rows) > 10
+
+
+def test_the_selection_keeps_what_was_chosen_and_every_shape(idle: Attached, tmp_path: Path) -> None:
+    # texts of their own, so that no position comes from the prefix cache
+    texts = ["Zero or more of these", "One at a time, please", "Two of a kind are there"]
+    prompts = write_prompts(tmp_path / "p.jsonl", *({"prompt": text} for text in texts))
+    selection = Selection.parse(sites="fc.*,logits", roots="5:24", steps="0:2", prompts="0,2")
+    attach(url=idle.url, prompts=prompts, out=tmp_path / "s.trace", max_new_tokens=8, selection=selection)
+    trace = open_trace(tmp_path / "s.trace")
+    assert trace.sites == ["fc.in", "fc.out", "logits"]
+    assert "layer.0.mlp.act" in trace.shapes
+    assert set(trace.rows.root.tolist()) <= set(range(5, 24))
+    assert set(trace.rows.step.tolist()) <= {0, 1}
+    assert len(trace.prompts) == 2
+
+
+def test_what_cannot_be_done_is_said(idle: Attached, tmp_path: Path) -> None:
+    idle.post("/eagle_trace/start", {"requests": 1, "match": "^nobody$"})
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        idle.post("/eagle_trace/start", {"requests": 1})
+    assert "is being recorded" in json.loads(refused.value.read())["error"]
+    prompts = write_prompts(tmp_path / "p.jsonl", {"prompt": "A"})
+    with pytest.raises(RecordingError, match="is being recorded"):
+        attach(url=idle.url, prompts=prompts, out=tmp_path / "s.trace")
+    assert not (tmp_path / "s.trace").exists()
+    idle.post("/eagle_trace/finish", {})
+    assert open_trace(idle.traces[-1]).manifest.stopped == "told to stop"
+    endless = write_prompts(tmp_path / "q.jsonl", {"input_ids": [1] * 30000})
+    with pytest.raises(PromptsError, match="answered /generate with 400"):
+        attach(url=idle.url, prompts=endless, out=tmp_path / "q.trace")
+    with pytest.raises(HostError, match="cannot reach"):
+        attach(url="http://127.0.0.1:9", prompts=prompts, out=tmp_path / "r.trace")
+
+
+def test_a_tree_in_bf16_with_requests_that_join_and_leave(tree: Attached, train: Train, tmp_path: Path) -> None:
+    assert tree.status["state"] == "ready", "told to wait"
+    assert not tree.traces
+    before = ask_many(tree, "before", [30, 3, 17, 8])
+    tree.post("/eagle_trace/start", {"requests": 4, "match": "^tree-"})
+    recorded = ask_many(tree, "tree", [30, 3, 17, 8])
+    tree.wait_until("ready")
+    assert [one["text"] for one in recorded] == [one["text"] for one in before]
+    trace = open_trace(tree.traces[-1])
+    rows = trace.rows
+    paths = {(r, s, p) for r, s, p in zip(rows.root.tolist(), rows.step.tolist(), rows.paths(), strict=True)}
+    assert len({path for _, step, path in paths if step == 2}) > 8, "each row knows its own path"
+    assert not np.all(rows.own_path)
+    assert_healthy(train, trace)
+
+
+def test_a_killed_scheduler_leaves_a_partial_trace_and_a_clear_word(tree: Attached, tmp_path: Path) -> None:
+    prompts = write_prompts(tmp_path / "p.jsonl", *({"prompt": text * 3} for text in TEXTS))
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(
+            attach, url=tree.url, prompts=prompts, out=tmp_path / "s.trace", max_new_tokens=600, batch_size=6
+        )
+        deadline = time.monotonic() + 60
+        while tree.status.get("calls", 0) < 60:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        for child in psutil.Process(tree.process.pid).children(recursive=True):
+            if "scheduler" in " ".join(child.cmdline()) or "scheduler" in child.name():
+                child.send_signal(signal.SIGKILL)
+        with pytest.raises((HostError, RecordingError)):
+            asked.result(120)
+    partial = open_trace(tree.traces[-1], allow_partial=True)
+    assert not partial.sealed
+
+
+ENGINE = """
+import sys
+import sglang
+
+if __name__ == "__main__":
+    target, draft, out = sys.argv[1:]
+    engine = sglang.Engine(
+        model_path=target, speculative_algorithm="EAGLE3", speculative_draft_model_path=draft,
+        speculative_num_steps=3, speculative_eagle_topk=1, speculative_num_draft_tokens=4, dtype="float32",
+        device="cpu", attention_backend="intel_amx", mem_fraction_static=0.3, max_total_tokens=8192, sleep_on_idle=True,
+    )
+    ask = lambda text: engine.generate(text, {"temperature": 0, "max_new_tokens": 12})
+    from eagle_trace_sglang.attached import control
+    from eagle_trace_sglang.orders import Order
+    ask("def ")
+    assert control().wait_until_ended(60), "it seals by itself"
+    control().start(Order(out + "/again.trace", level="stats", alone=False))
+    ask("class ")
+    control().finish()
+    engine.shutdown()
+"""
+
+
+def test_an_engine_in_the_users_own_process(folder: Path, deployed: Path, train: Train, tmp_path: Path) -> None:
+    from eagle_trace_sglang.cpu import cpu_environment
+    from eagle_trace_sglang.plugin import CPU_KERNELS
+
+    script = tmp_path / "mine.py"
+    script.write_text(ENGINE)
+    out = tmp_path / "recorded"
+    armed = {CPU_KERNELS: "1", "EAGLE_TRACE_OUT": str(out), "EAGLE_TRACE_REQUESTS": "1"}
+    command = [sys.executable, str(script), str(TARGET), str(deployed), str(out)]
+    done = subprocess.run(
+        command, env=cpu_environment(os.environ) | armed, capture_output=True, text=True, timeout=500, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    first, again = sorted(out.iterdir(), key=lambda path: path.name == "again.trace")
+    assert_healthy(train, open_trace(first))
+    assert open_trace(again).manifest.level == "stats"
+    assert len(open_trace(again).prompts) == 1

@@ -1,0 +1,112 @@
+"""An SGLang server as its user starts it, with eagle-trace beside it; only the kernels for the CPU are ours."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+START_SECONDS = 400
+
+
+@dataclass(frozen=True)
+class Attached:
+    """A running server, its log, and where it puts its traces."""
+
+    url: str
+    log: Path
+    out: Path
+    process: subprocess.Popen[bytes]
+
+    def post(self, path: str, body: dict[str, Any], timeout: float = 300) -> Any:
+        """Answer of a route."""
+        data = json.dumps(body).encode()
+        request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=timeout) as stream:
+            text = stream.read()
+        return json.loads(text) if text.strip().startswith((b"{", b"[")) else text.decode()
+
+    def generate(self, text: str, rid: str | None = None, tokens: int = 16, **sampling: Any) -> Any:
+        """Answer to one prompt."""
+        body = {"text": text, "sampling_params": {"max_new_tokens": tokens, "temperature": 0} | sampling}
+        return self.post("/generate", body | ({"rid": rid} if rid else {}))
+
+    @property
+    def status(self) -> Any:
+        """What the recorder is doing."""
+        with urllib.request.urlopen(self.url + "/eagle_trace", timeout=60) as stream:
+            return json.loads(stream.read())
+
+    @property
+    def traces(self) -> list[Path]:
+        """Places of the traces that lie on the server, oldest first."""
+        return sorted(self.out.glob("*.trace")) if self.out.is_dir() else []
+
+    def wait_until(self, state: str, seconds: float = 60) -> None:
+        """Wait for a state of the recorder."""
+        end = time.monotonic() + seconds
+        while self.status["state"] != state:
+            assert time.monotonic() < end, self.status
+            time.sleep(0.2)
+
+
+def free_port() -> int:
+    """A port that nobody listens at."""
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+@contextmanager
+def server(
+    folder: Path, target: Path, draft: Path, *arguments: str, dtype: str = "float32", **variables: str
+) -> Iterator[Attached]:
+    """`python -m sglang.launch_server` with ``EAGLE_TRACE_OUT`` and `variables` in its environment."""
+    from eagle_trace_sglang.cpu import cpu_environment
+    from eagle_trace_sglang.plugin import CPU_KERNELS
+
+    port, log, out = free_port(), folder / "server.log", folder / "recorded"
+    command = [sys.executable, "-m", "sglang.launch_server", "--port", str(port), "--model-path", str(target)]
+    command += ["--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", str(draft)]
+    command += ["--speculative-num-steps", "3", "--dtype", dtype, "--device", "cpu"]
+    command += ["--attention-backend", "intel_amx", "--mem-fraction-static", "0.3", "--max-total-tokens", "8192"]
+    command += ["--sleep-on-idle", *arguments]
+    environment = cpu_environment(os.environ) | {CPU_KERNELS: "1", "EAGLE_TRACE_OUT": str(out)} | variables
+    with log.open("wb") as stream:
+        process = subprocess.Popen(command, stdout=stream, stderr=stream, env=environment, start_new_session=True)
+    attached = Attached(f"http://127.0.0.1:{port}", log, out, process)
+    try:
+        end = time.monotonic() + START_SECONDS
+        while b"fired up" not in log.read_bytes():
+            assert process.poll() is None, log.read_text()[-3000:]
+            assert time.monotonic() < end, log.read_text()[-3000:]
+            time.sleep(0.5)
+        yield attached
+    finally:
+        stop(process)
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """End a server and everything it started."""
+    tree = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
+    process.send_signal(signal.SIGTERM)
+    try:
+        process.wait(30)
+    except subprocess.TimeoutExpired:
+        process.kill()
+    for child in tree:
+        if child.is_running():
+            child.kill()
+    psutil.wait_procs(tree, timeout=10)

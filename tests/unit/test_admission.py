@@ -1,0 +1,98 @@
+"""Which requests a recording takes, and what the environment of a server may ask for."""
+
+from __future__ import annotations
+
+import pytest
+
+from eagle_trace.errors import UsageError
+from eagle_trace.prompts import content_key
+from eagle_trace_sglang.admission import Admission, Admitted
+from eagle_trace_sglang.attached import DEFAULT_REQUESTS, order_of
+
+
+def take(admission: Admission, *rids: str) -> Admitted:
+    admitted = Admitted(admission)
+    for rid in rids:
+        admitted.take(rid, [1, 2, 3])
+    return admitted
+
+
+def test_the_next_requests_are_taken_and_no_more() -> None:
+    admitted = take(Admission(requests=2), "a", "b", "c")
+    assert admitted.ids == {"a": 0, "b": 1}
+    assert admitted.full
+    assert not admitted.done
+    admitted.ended |= {"a", "b"}
+    assert admitted.done
+
+
+def test_named_requests_keep_their_number_and_key() -> None:
+    admitted = take(Admission({"x-1": (1, "second"), "x-0": (0, "first")}), "y", "x-1", "x-0")
+    assert admitted.ids == {"x-1": 1, "x-0": 0}
+    assert admitted.keys == {1: "second", 0: "first"}
+
+
+def test_keys_are_those_of_the_same_tokens_in_a_prompts_file() -> None:
+    admitted = take(Admission(requests=3), "a", "b", "c")
+    key = content_key("input_ids", [1, 2, 3])
+    assert admitted.keys == {0: key, 1: f"{key}#2", 2: f"{key}#3"}
+
+
+def test_a_request_is_taken_once() -> None:
+    assert take(Admission(requests=5), "a", "a").ids == {"a": 0}
+
+
+def test_probes_of_the_server_itself_are_not_taken() -> None:
+    assert not take(Admission(requests=5), "HEALTH_CHECK_17").ids
+
+
+def test_ids_are_chosen_by_pattern() -> None:
+    assert list(take(Admission(match="^eval-"), "eval-1", "chat-1", "eval-2").ids) == ["eval-1", "eval-2"]
+
+
+def test_a_sample_takes_its_share_and_the_same_one_everywhere() -> None:
+    rids = [f"request-{number}" for number in range(2000)]
+    first, second = (take(Admission(sample=0.1), *rids) for _ in range(2))
+    assert first.ids == second.ids
+    assert 150 < len(first.ids) < 250
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [({"match": "["}, "regular expression"), ({"sample": 0.0}, "share"), ({"requests": 0}, "1 or more")],
+)
+def test_what_makes_no_sense_is_refused(options: dict[str, object], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        Admission(**options)  # type: ignore[arg-type]
+
+
+def test_a_folder_is_enough_to_record_the_next_requests() -> None:
+    order = order_of({"EAGLE_TRACE_OUT": "dir", "PATH": "/bin"})
+    assert order is not None
+    assert order.out == "dir"
+    assert order.admission.requests == DEFAULT_REQUESTS
+    assert order.level == "values"
+    assert order.alone
+
+
+def test_the_environment_says_what_to_record() -> None:
+    given = {
+        "OUT": "d", "REQUESTS": "3", "MATCH": "^e", "SAMPLE": "0.5", "LEVEL": "stats", "MAX_BYTES": "2GB",
+        "SECONDS": "60", "SITES": "fc.*", "ROOTS": "0:8", "STEPS": "0", "KEEP_CUDA_GRAPHS": "1",
+    }  # fmt: skip
+    order = order_of({f"EAGLE_TRACE_{name}": value for name, value in given.items()})
+    assert order is not None
+    assert order.admission == Admission(None, 3, "^e", 0.5)
+    assert (order.level, order.max_bytes, order.seconds, order.keep_cuda_graphs) == ("stats", 2 * 10**9, 60.0, True)
+    assert order.selection.wants("fc.out")
+    assert not order.selection.wants("norm")
+
+
+def test_a_server_may_wait_to_be_told() -> None:
+    assert order_of({"EAGLE_TRACE_OUT": "dir", "EAGLE_TRACE_REQUESTS": "0"}) is None
+
+
+@pytest.mark.parametrize("name", ["REQUESTS", "SAMPLE", "MAX_BYTES", "LEVEL", "ROOTS"])
+def test_a_variable_that_makes_no_sense_is_named(name: str) -> None:
+    with pytest.raises(UsageError):
+        order_of({"EAGLE_TRACE_OUT": "dir", f"EAGLE_TRACE_{name}": "many"})

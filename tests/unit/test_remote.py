@@ -1,0 +1,109 @@
+"""What `record --attach` says of servers that cannot record, hang, or refuse; the server is a stand-in."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eagle_trace.errors import EagleTraceError, HostError, RecordingError, UsageError
+from eagle_trace_sglang.record import attach
+
+READY = {"state": "ready", "last": {}, "server": {}}
+
+
+@contextmanager
+def standing_in(**routes: Any) -> Iterator[str]:
+    """A server with ``METHOD_path`` routes, each (status, body, seconds to wait)."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def answer(self) -> None:
+            name = f"{self.command}{self.path.replace('/', '_')}"
+            status, body, seconds = routes.get(name, (404, {"detail": "Not Found"}, 0))
+            self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            time.sleep(seconds)
+            data = json.dumps(body).encode()
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(data)
+
+        do_GET = do_POST = do_DELETE = answer  # noqa: N815 (the names of the library)
+
+        def log_message(self, *_: Any) -> None:
+            """Say nothing."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+
+
+def prompts(tmp_path: Path) -> Path:
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"prompt": "one"}\n{"prompt": "two"}\n')
+    return path
+
+
+def test_a_server_that_was_not_armed_is_named_with_the_way_out(tmp_path: Path) -> None:
+    with standing_in() as url, pytest.raises(HostError, match="EAGLE_TRACE_OUT=FOLDER"):
+        attach(url=url, prompts=prompts(tmp_path), out=tmp_path / "s.trace")
+    assert not (tmp_path / "s.trace").exists()
+
+
+def test_an_api_key_that_is_missing_is_asked_for(tmp_path: Path) -> None:
+    refused = (401, {"error": "Unauthorized"}, 0)
+    with standing_in(GET_eagle_trace=refused) as url, pytest.raises(HostError, match="--api-key"):
+        attach(url=url, prompts=prompts(tmp_path), out=tmp_path / "s.trace")
+
+
+def test_what_the_server_refuses_is_said_in_its_words(tmp_path: Path) -> None:
+    routes = {"GET_eagle_trace": (200, READY, 0), "POST_eagle_trace_start": (409, {"error": "busy with x"}, 0)}
+    with standing_in(**routes) as url, pytest.raises(RecordingError, match=r"^busy with x$"):
+        attach(url=url, prompts=prompts(tmp_path), out=tmp_path / "s.trace")
+
+
+def test_answers_that_never_come_end_the_recording_and_not_the_patience(tmp_path: Path) -> None:
+    routes = {
+        "GET_eagle_trace": (200, READY, 0),
+        "POST_eagle_trace_start": (200, READY | {"out": "/there/x.trace"}, 0),
+        "POST_generate": (200, {"text": ""}, 3),
+        "POST_eagle_trace_finish": (200, READY, 0),
+    }
+    started = time.monotonic()
+    with standing_in(**routes) as url, pytest.raises(HostError, match="did not answer /generate within 0 s"):
+        attach(url=url, prompts=prompts(tmp_path), out=tmp_path / "s.trace", timeout=0.3)
+    assert time.monotonic() - started < 3
+
+
+def test_a_recording_that_failed_on_the_server_is_no_success(tmp_path: Path) -> None:
+    failed = READY | {"last": {"outcome": "failed", "why": "No space left on device"}}
+    routes = {
+        "GET_eagle_trace": (200, READY, 0),
+        "POST_eagle_trace_start": (200, READY | {"out": "/there/x.trace"}, 0),
+        "POST_generate": (200, {"text": "", "meta_info": {}}, 0),
+        "POST_eagle_trace_finish": (200, failed, 0),
+    }
+    with standing_in(**routes) as url, pytest.raises(RecordingError, match="No space left on device"):
+        attach(url=url, prompts=prompts(tmp_path), out=tmp_path / "s.trace")
+
+
+@pytest.mark.parametrize("url", ["localhost:30000", "http://127.0.0.1:9", "nonsense", "ftp://x"])
+def test_an_address_nobody_answers_at(url: str, tmp_path: Path) -> None:
+    with pytest.raises(EagleTraceError, match="address"):
+        attach(url=url, prompts=prompts(tmp_path), out=tmp_path / "s.trace")
+
+
+def test_lines_cannot_be_chosen_without_a_prompts_file(tmp_path: Path) -> None:
+    from eagle_trace.selection import Selection
+
+    with pytest.raises(UsageError, match="--prompts"):
+        attach(url="http://x", out=tmp_path / "s.trace", selection=Selection.parse(prompts="0"))
