@@ -10,7 +10,7 @@ from eagle_trace.reader import Trace
 from eagle_trace.sites import draft_sites
 from eagle_trace_analysis.causes import REGISTRY
 from eagle_trace_analysis.causes.base import RECORD_VALUES, Verdict, not_tested
-from eagle_trace_analysis.causes.parameters import same, site_of
+from eagle_trace_analysis.causes.parameters import not_loaded, same, site_of
 from eagle_trace_analysis.context import Checkpoints, Context
 from eagle_trace_analysis.replay import Replayed
 from eagle_trace_analysis.result import Diff
@@ -129,6 +129,9 @@ def _unexplained(context: Context, verdicts: Sequence[CauseVerdict], replayed: S
     for one in verdicts:
         if one.verdict == "confirmed":
             named |= {*REGISTRY[one.cause].sites, one.site or ""}
+            if one.cause in ("weights-dropped", "weights-missing"):
+                # the verdict names the first of them
+                named |= {site_of(name) or "" for name in not_loaded(context)}
     if context.other_algorithm is not None:
         named.add("logits")
     said = []

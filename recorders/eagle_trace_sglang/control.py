@@ -267,6 +267,7 @@ def _manifest(order: Order, facts: dict[str, Any]) -> Manifest:
     for site in facts["partial_sums"]:
         why = "SGLang leaves this sum unfinished on each rank and completes it in a later kernel"
         manifest.not_materialised.append({"site": site, "rows": "all", "why": why})
+    manifest.warnings += facts["warnings"]
     if facts["fused_mlp"]:
         why = "SGLang runs gate, up and activation in one kernel on this GPU"
         manifest.not_materialised += [

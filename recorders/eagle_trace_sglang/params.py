@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Set
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,17 @@ def canonical_name(name: str) -> str:
         if name.startswith(old):
             name = new + name.removeprefix(old)
     return name
+
+
+def used_name(name: str) -> str | None:
+    """The trained parameter that one of the model's is used as, both by canonical name; None if it is never used.
+
+    A layer behind the first starts with `input_layernorm` in speculators. SGLang has it too, but applies `hidden_norm`.
+    """
+    later = re.fullmatch(r"(layers\.[1-9]\d*)\.(input_layernorm|hidden_norm)\.weight", name)
+    if later is None:
+        return name
+    return f"{later.group(1)}.input_layernorm.weight" if later.group(2) == "hidden_norm" else None
 
 
 def checkpoint_names(draft: Path) -> dict[str, str]:
@@ -90,12 +102,14 @@ def loaded_params(model: Any, hot_token_id: Any, stored: Set[str]) -> Iterator[d
         owner = model.get_submodule(host_name.rpartition(".")[0])
         attention = None
         if ".qkv_proj." in host_name:
-            attention = model.model.layers[int(host_name.split("layers.")[1].split(".")[0])].self_attn
+            attention = model.get_submodule(host_name.partition(".qkv_proj.")[0])
         for held in _held(host_name, parameter, owner, attention):
             canonical = canonical_name(held.name)
+            if (trained := used_name(canonical)) is None:
+                continue
             yield parameter_row(
                 host_name,
-                canonical,
+                trained,
                 held.tensor,
                 in_checkpoint=canonical in stored,
                 shard=held.shard if held.shard.count > 1 else None,

@@ -29,6 +29,11 @@ def load() -> None:
         from eagle_trace_sglang import cpu
 
         cpu.install()
+    if not (os.environ.get(SESSION) or os.environ.get(OUT)):
+        return
+    from eagle_trace_sglang.releases import check_release
+
+    check_release("cpu" if os.environ.get(CPU_KERNELS) else "cuda")
     if os.environ.get(SESSION):
         # the tokenizer's and detokenizer's processes have nothing to record
         if SCHEDULER in sys.modules:

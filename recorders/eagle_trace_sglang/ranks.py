@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from eagle_trace.capture import Shard
+from eagle_trace_sglang.layers import draft_layers
 
 
 def place(linear: Any) -> tuple[int, int]:
@@ -39,7 +40,9 @@ def vocabulary_rows(embedding: Any) -> Shard:
 
 def draft_place(model: Any) -> tuple[int, int]:
     """Rank of this process among those that run the draft together, and how many they are."""
-    return place(model.model.layers[0].self_attn.qkv_proj)
+    attention = getattr(draft_layers(model)[0][1], "self_attn", None)
+    linear = getattr(attention, "qkv_proj", None)
+    return (0, 1) if linear is None else place(linear)
 
 
 def replicas(server_args: Any) -> int:

@@ -28,13 +28,15 @@ from eagle_trace.recorder import Hooks
 from eagle_trace.store import as_place
 from eagle_trace.writer import TraceWriter
 from eagle_trace_sglang.graphs import has_graphs, hook_graph_boundaries, run_eagerly
+from eagle_trace_sglang.layers import draft_layers
 from eagle_trace_sglang.orders import Order
 from eagle_trace_sglang.params import canonical_name, checkpoint_names, loaded_params
 from eagle_trace_sglang.plugin import SESSION
 from eagle_trace_sglang.ranks import draft_place, replicas
 from eagle_trace_sglang.recording import Recording
+from eagle_trace_sglang.releases import check_release
 from eagle_trace_sglang.session import connect
-from eagle_trace_sglang.sites import hook_draft, partial_sums
+from eagle_trace_sglang.sites import hook_draft, partial_sums, tell_missing
 
 EAGER = (
     "the draft ran eagerly while recording, its CUDA graphs put aside: Python hooks do not run inside a replayed graph"
@@ -81,7 +83,7 @@ class ServeRecorder:
         from sglang.srt.runtime_context import get_memory, get_spec
 
         runner, target = self._worker.draft_runner, self._worker.target_worker.model_runner
-        mlp = self._model.model.layers[0].mlp
+        mlp = getattr(draft_layers(self._model)[0][1], "mlp", None)
         stored = checkpoint_names(Path(runner.model_config.model_path))
         known = {canonical_name(name) for name, _ in self._model.named_parameters()}
         fused = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
@@ -106,6 +108,7 @@ class ServeRecorder:
             "partial_sums": partial_sums(self._model),
             "dropped_keys": sorted(stored[name] for name in set(stored) - known),
             "target_hidden_size": self._target_width,
+            "warnings": check_release(str(self._worker.device)),
             "fused_mlp": getattr(getattr(mlp, "dual_gemm", None), "mode", None) is not None,
         }
 
@@ -175,10 +178,7 @@ class ServeRecorder:
             self._guarded(lambda recording: recording.capture(site, tensor))
 
         self._hooks.before(self._model.model, opened)
-        missing = hook_draft(self._hooks, self._model, captured)
-        for site in missing:
-            why = "this version of the draft model has no such place"
-            recording.writer.manifest.not_materialised.append({"site": site, "rows": "all", "why": why})
+        tell_missing(recording.writer.manifest, hook_draft(self._hooks, self._model, captured))
         self._hooks.after(
             self._model.logits_processor, lambda *_: self._guarded(lambda recording: recording.close_call())
         )

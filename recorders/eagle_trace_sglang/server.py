@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import subprocess
 import sys
 import time
@@ -11,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from eagle_trace.errors import HostError, PromptsError, UsageError
+from eagle_trace.errors import PromptsError, UsageError
 from eagle_trace.prompts import check_tokens
 from eagle_trace.selection import EVERYTHING, Selection
 from eagle_trace.store import Place
@@ -23,6 +22,7 @@ from eagle_trace_sglang.deployment import (
 )
 from eagle_trace_sglang.host import Host
 from eagle_trace_sglang.orders import Order
+from eagle_trace_sglang.releases import check_release, installed
 from eagle_trace_sglang.requests import Answers, Request
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
@@ -83,10 +83,10 @@ class Server:
     """A running SGLang. A context manager: on leaving, every process of it is gone."""
 
     def __init__(self, options: ServerOptions, progress: Progress = lambda _: None) -> None:
-        if importlib.util.find_spec("sglang") is None:
-            raise HostError("SGLang is not installed here: pip install 'eagle-trace[serve]'")
+        installed()
         target_config, _ = options.check()
         device = options.device if options.device != "auto" else ("cuda" if has_cuda() else "cpu")
+        check_release(device)
         arguments, changes = server_arguments(
             target=options.target,
             draft=options.draft,

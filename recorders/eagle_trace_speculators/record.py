@@ -115,6 +115,7 @@ def _record(asked: TrainOptions, progress: Progress) -> Place:
     from eagle_trace_speculators.floors import REFERENCE
     from eagle_trace_speculators.forward import threads_for
     from eagle_trace_speculators.load import load_draft, resolve_device, resolve_dtype
+    from eagle_trace_speculators.releases import check_release
     from eagle_trace_speculators.session import Session
 
     trace = open_replay(asked.replay) if asked.replay is not None else None
@@ -123,6 +124,7 @@ def _record(asked: TrainOptions, progress: Progress) -> Place:
     progress(f"loading the draft {asked.draft} in {dtype} on {device}")
     draft = load_draft(asked.draft, asked.target, dtype, device)
     manifest = _manifest(asked, draft, trace, dtype, device)
+    manifest.warnings += check_release()
     tasks, steps = _tasks(asked, draft, trace, manifest)
     with threads_for(device, draft.hidden_size):
         source = open_features(
@@ -150,6 +152,9 @@ def _require_host() -> None:
         import speculators  # noqa: F401
     except ImportError as error:
         raise HostError(f"speculators cannot be imported ({error}): pip install 'eagle-trace[train]'") from error
+    from eagle_trace_speculators.releases import check_release
+
+    check_release()
 
 
 def _tasks(asked: TrainOptions, draft: LoadedDraft, trace: Trace | None, manifest: Manifest) -> tuple[list[Task], int]:

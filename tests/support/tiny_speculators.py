@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 from speculators.models.eagle3 import Eagle3DraftModel
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from eagle_trace.capture import Rows
 from eagle_trace.manifest import Manifest
@@ -28,7 +28,7 @@ TTT_STEPS = 3
 SHAPE: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": HIDDEN,
-    "intermediate_size": 48,
+    "intermediate_size": 64,  # on a CPU, SGLang pads what is no multiple of 32
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 8,
@@ -49,12 +49,13 @@ class Pair:
         return load_file(self.draft / "model.safetensors")
 
 
-def write_target(folder: Path, *, layers: int = 4, hidden: int = HIDDEN, seed: int = 0) -> Path:
-    """Write a random float32 `LlamaForCausalLM` without tokenizer; returns `folder`."""
-    config = LlamaConfig(**SHAPE | {"hidden_size": hidden, "num_hidden_layers": layers, "tie_word_embeddings": False})
+def write_target(folder: Path, *, layers: int = 4, hidden: int = HIDDEN, seed: int = 0, qwen3: bool = False) -> Path:
+    """Write a random float32 `LlamaForCausalLM` (or Qwen3's) without tokenizer; returns `folder`."""
+    make, kind = (Qwen3Config, Qwen3ForCausalLM) if qwen3 else (LlamaConfig, LlamaForCausalLM)
+    config = make(**SHAPE | {"hidden_size": hidden, "num_hidden_layers": layers, "tie_word_embeddings": False})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = LlamaForCausalLM(config)
+        model = kind(config)
         _stir(model)
     model.save_pretrained(folder)
     return folder
@@ -65,6 +66,8 @@ def write_pair(
     *,
     draft_layers: int = 1,
     qwen3: bool = False,
+    qwen3_target: bool = False,
+    target_layers: int = 4,
     full_vocab: bool = False,
     dtype: torch.dtype = torch.float32,
     **flags: bool,
@@ -75,11 +78,13 @@ def write_pair(
         folder: parent of both.
         draft_layers: decoder layers of the draft.
         qwen3: give the draft Qwen3 layers, which norm queries and keys, instead of Llama's.
+        qwen3_target: give the target Qwen3 layers.
+        target_layers: decoder layers of the target; SGLang captures none behind the last but one.
         full_vocab: let the draft choose among all of the target's tokens, without d2t and t2d.
         dtype: dtype the draft is saved in.
         flags: `norm_before_residual`, `norm_before_fc`, `fc_norm`, `norm_output`.
     """
-    target = write_target(folder / "target")
+    target = write_target(folder / "target", layers=target_layers, qwen3=qwen3_target)
     make = Qwen3Config if qwen3 else LlamaConfig
     config = make(**SHAPE, num_hidden_layers=draft_layers, tie_word_embeddings=False)
     with torch.random.fork_rng(devices=[]):
@@ -106,6 +111,8 @@ def write_pair(
 
 def _stir(model: Any) -> None:
     for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue  # what a draft takes over from its target
         wide = parameter.shape[-1] ** -0.5 if parameter.ndim > 1 else 0.2
         noise = torch.randn(parameter.shape) * wide
         parameter.data = 1.0 + noise if parameter.ndim == 1 else noise * (8.0 if "embed" in name else 1.0)

@@ -295,6 +295,25 @@ def test_the_attention_kernels_are_torch_operators_with_the_order_of_arguments_s
     torch.testing.assert_close(out, decode(batch, q), rtol=0, atol=1e-6)
 
 
+def test_releases_whose_caches_have_no_scales_call_the_same_operators_without_them() -> None:
+    kernels.register_operators()
+    batch = Batch([3, 5])
+    q = batch.query(2)
+    out = torch.empty_like(q)
+    torch.ops.sgl_kernel.decode_attention_cpu(
+        q, batch.k, batch.v, out, None, None, torch.zeros(0, dtype=torch.int64), torch.empty(0),
+        batch.table, batch.rows, batch.seq_lens(), 0.3, 0.0, False, 0, None, None,
+    )  # fmt: skip
+    torch.testing.assert_close(out, decode(batch, q), rtol=0, atol=0)
+    for causal in ((True,), ()):  # before 0.5.19 not even that was said
+        out.zero_()
+        torch.ops.sgl_kernel.extend_attention_cpu(
+            q, None, None, out, batch.k, batch.v, batch.table, batch.rows, batch.seq_lens(),
+            torch.ones(2, dtype=torch.int64), torch.arange(2), 1, 0.3, 0.0, False, 0, None, None, None, *causal,
+        )  # fmt: skip
+        torch.testing.assert_close(out, decode(batch, q), rtol=0, atol=1e-6)
+
+
 # --- slots
 # -----------------------------------------------------------------------------------------------------
 

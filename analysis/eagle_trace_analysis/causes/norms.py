@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from eagle_trace_analysis.causes.base import Cause, Hypothesis, Outcome, counterfactual
+from eagle_trace_analysis.checkpoint import engine
 from eagle_trace_analysis.context import Context
 from eagle_trace_analysis.replay import Recomputed, Replay, Replayed
 
@@ -49,13 +50,18 @@ def check_features_norm(context: Context) -> Outcome:
 
     def others(replay: Replay, _: Replayed) -> Iterator[Hypothesis]:
         form, weights = replay.form, replay.weights
+        # a norm that training did not have has its weights in the deployed checkpoint alone
+        for name, tensor in (context.serve_draft.tensors if context.serve_draft else {}).items():
+            known = engine.canonical_name(name)
+            if known.startswith(("input_norm.", "fc_norm.")) and known not in weights:
+                weights = weights.borrowing(known, tensor)
         width = replay.recorded.width("fused") or 0
         ones = {"input_norm.weight": np.ones(width)}
         ones |= {f"fc_norm.{k}.weight": np.ones(form.target_width) for k in range(width // max(1, form.target_width))}
         for whole, each in ((False, False), (True, False), (False, True)):
             words = "no norm" if not (whole or each) else "norm_before_fc" if whole else "fc_norm"
             if (whole, each) != (form.norm_before_fc, form.fc_norm):
-                yield f"{words} before fc", replay.varied(norm_before_fc=whole, fc_norm=each)
+                yield f"{words} before fc", replay.varied(weights=weights, norm_before_fc=whole, fc_norm=each)
             if whole or each:
                 changed = replay.varied(weights=weights.replaced(ones), norm_before_fc=whole, fc_norm=each)
                 yield f"{words} before fc with weights of 1", changed

@@ -39,6 +39,8 @@ def site_of(name: str) -> str | None:
         return "norm"
     layer = re.match(r"layers\.(\d+)\.(.+)$", name)
     end = layer.group(2) if layer else name
+    if engine.entering_norm(name):
+        end = "hidden_norm.weight"
     if end not in USED_AT:
         return None
     return f"layer.{layer.group(1)}.{USED_AT[end]}" if layer else USED_AT[end]

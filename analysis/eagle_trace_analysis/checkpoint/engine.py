@@ -7,6 +7,7 @@ holds these tables against the installed engine, so that another version shows a
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -184,6 +185,16 @@ def canonical_name(name: str) -> str:
     if "t2d" in name:
         return "t2d"
     return name.removeprefix("model.")
+
+
+def entering_norm(name: str) -> str | None:
+    """The engine's name of the norm that a layer behind the first starts with, of speculators' name for it; else None.
+
+    speculators' later layers are plain decoder layers with an `input_layernorm`. The engine's class has one too, loads
+    it and never uses it: what it applies is a `hidden_norm`.
+    """
+    later = re.fullmatch(r"(layers\.[1-9]\d*)\.input_layernorm\.weight", name)
+    return f"{later.group(1)}.hidden_norm.weight" if later else None
 
 
 def destinations(name: str, known: Collection[str]) -> tuple[str, ...]:

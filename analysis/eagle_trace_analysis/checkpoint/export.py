@@ -6,6 +6,7 @@ Conventions that differ between the two, and are translated here:
   every id is lowered by one, except for target classes that read the list in a way of their own (`engine.py`).
 - **Config.** speculators nests the decoder's config; SGLang wants it flat, with `architectures` and `eagle_config`.
 - **Ties.** A speculators draft always has a head of its own; a tie flag inherited from the target would drop it.
+- **Later layers.** A layer behind the first starts with `input_layernorm` in speculators, with `hidden_norm` in SGLang.
 """
 
 from __future__ import annotations
@@ -13,15 +14,19 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from safetensors.numpy import save_file
+
 from eagle_trace.checkpoints import read_config
 from eagle_trace.errors import CheckpointError, OutputExistsError
-from eagle_trace_analysis.checkpoint.engine import ids_that_capture
-from eagle_trace_analysis.checkpoint.files import open_checkpoint, stored_dtype
+from eagle_trace_analysis.checkpoint.engine import ARCHITECTURE, canonical_name, entering_norm, ids_that_capture
+from eagle_trace_analysis.checkpoint.files import StoredTensor, open_checkpoint, stored_dtype
 
-ARCHITECTURE = "LlamaForCausalLMEagle3"
+#: where `export` puts the tensors that SGLang wants under a second name
+SECOND_NAMES = "hidden-norms.safetensors"
 
 
 def read_speculators_config(draft: Path) -> dict[str, Any]:
@@ -48,8 +53,10 @@ def what_sglang_cannot_compute(config: Mapping[str, Any]) -> list[str]:
         )
     if config.get("embed_requires_grad"):
         reasons.append("the draft trained its own embedding: SGLang replaces it with the target's")
-    if layer.get("model_type", "llama") != "llama":
-        reasons.append(f"the decoder layer is {layer.get('model_type')}: SGLang's draft class computes llama layers")
+    kind = layer.get("model_type", "qwen3")  # what speculators takes where the config names none
+    if kind != "llama":
+        norms = " and has no q_norm and k_norm" if kind == "qwen3" else ""
+        reasons.append(f"the decoder layer is {kind}: SGLang's draft class computes llama layers{norms}")
     if layer.get("attention_bias") or layer.get("mlp_bias"):
         reasons.append("the decoder layer has biases: SGLang's draft class loads none")
     if layer.get("hidden_act", "silu") != "silu":
@@ -114,11 +121,29 @@ def sglang_config(
     return flat
 
 
+def second_names(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """Stored tensors under the further names by which SGLang's class looks for them (see `engine.entering_norm`)."""
+    found = {name: entering_norm(canonical_name(name)) for name in tensors}
+    return {new: replace(tensors[old], name=new) for old, new in found.items() if new and new not in tensors}
+
+
+def _write_second_names(tensors: Mapping[str, StoredTensor], out: Path) -> None:
+    extra = second_names(tensors)
+    if not extra:
+        return
+    save_file({name: tensor.read() for name, tensor in extra.items()}, out / SECOND_NAMES)
+    for path in out.glob("*.safetensors.index.json"):
+        index = json.loads(path.read_text(encoding="utf-8"))
+        index["weight_map"] |= dict.fromkeys(extra, SECOND_NAMES)
+        path.write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
 def export(draft: Path, out: Path, *, target: Path | None = None, force: bool = False) -> list[str]:
     """Write SGLang's form of the speculators checkpoint `draft` into the folder `out`.
 
-    Weights are copied as they are: SGLang reads speculators' tensor names and d2t offsets. Returns what SGLang will
-    compute differently all the same (empty unless `force`).
+    Weights are copied as they are: SGLang reads speculators' tensor names and d2t offsets, but for the norms of
+    `second_names`, which a further file holds. Returns what SGLang will compute differently all the same (empty unless
+    `force`).
 
     Raises:
         CheckpointError: `draft` is no EAGLE-3 speculators checkpoint, or SGLang cannot compute it and `force` is off.
@@ -145,6 +170,7 @@ def export(draft: Path, out: Path, *, target: Path | None = None, force: bool = 
     out.mkdir(parents=True, exist_ok=True)
     for file in [*weights, *draft.glob("*.safetensors.index.json")]:
         shutil.copyfile(file, out / file.name)
+    _write_second_names(tensors, out)
     # the config comes last: a folder without it is not taken for a checkpoint
     (out / "config.json").write_text(json.dumps(flat, indent=2) + "\n", encoding="utf-8")
     return reasons

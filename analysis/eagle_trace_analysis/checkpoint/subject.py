@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 from eagle_trace.checkpoints import read_config
 from eagle_trace.errors import CheckpointError
 from eagle_trace_analysis.checkpoint import engine
-from eagle_trace_analysis.checkpoint.export import aux_layer_ids, sglang_config
+from eagle_trace_analysis.checkpoint.export import aux_layer_ids, second_names, sglang_config
 from eagle_trace_analysis.checkpoint.files import (
     Checkpoint,
     StoredTensor,
@@ -154,9 +154,9 @@ def open_subject(draft: Path, target: Path | None, reference: Path | None) -> Su
         CheckpointError: something named cannot be read, or the draft is no EAGLE-3 draft of a kind known
             here.
     """
-    checkpoint = open_checkpoint(draft)
+    checkpoint = _open_exported(draft)
     known_target = open_target(target) if target else None
-    other = open_checkpoint(reference) if reference else None
+    other = _open_exported(reference) if reference else None
     trained: Mapping[str, Any] | None = None
     ids: list[int] | None = None
     for candidate in (checkpoint, other):
@@ -172,6 +172,14 @@ def open_subject(draft: Path, target: Path | None, reference: Path | None) -> Su
     if architecture not in (engine.ARCHITECTURE, None) and "eagle3" in architecture.lower():
         raise CheckpointError(f"{draft} is for the class {architecture}: this command knows {engine.ARCHITECTURE} only")
     return Subject(checkpoint, "sglang", checkpoint.config, trained, ids, known_target, other)
+
+
+def _open_exported(folder: Path) -> Checkpoint:
+    """A checkpoint; of one in speculators format with the names that `eagle-trace export` adds."""
+    checkpoint = open_checkpoint(folder)
+    if is_speculators(checkpoint.config):
+        checkpoint = replace(checkpoint, tensors={**checkpoint.tensors, **second_names(checkpoint.tensors)})
+    return checkpoint
 
 
 def _need_numbers(folder: Path, config: Mapping[str, Any]) -> None:

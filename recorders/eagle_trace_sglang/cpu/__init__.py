@@ -107,6 +107,8 @@ def _verify_by_sampling() -> None:
 
     from eagle_trace_sglang.cpu import sampling
 
+    if not hasattr(eagle_utils, "_verify_uses_greedy"):
+        return  # 0.5.20 and before decide inside a longer function; `releases.py` says so in the manifest
     uses_greedy = eagle_utils._verify_uses_greedy
 
     def verify_uses_greedy(**choices: bool) -> bool:

@@ -143,7 +143,7 @@ def extend_attention_cpu(
     encoder_lens: Tensor | None,
     sinks: Tensor | None,
     tree_mask: Tensor | None,
-    is_causal: bool,
+    is_causal: bool = True,
 ) -> None:
     """New rows of each request attend to its cached prefix and to one another; fills ``o_extend``.
 

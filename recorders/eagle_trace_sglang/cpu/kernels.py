@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from torch.library import Library
 
 from eagle_trace_sglang.cpu.attention import decode_attention_cpu, extend_attention_cpu
@@ -46,8 +49,10 @@ _EXTEND = (
     "Tensor k_buffer, Tensor v_buffer, float k_scale, float v_scale, Tensor req_to_token, "
     "Tensor req_pool_indices, Tensor seq_lens, Tensor extend_seq_lens, Tensor extend_start_loc, "
     "int max_len_extend, float sm_scale, float logit_cap, bool is_cross_attn, int sliding_window_size, "
-    "Tensor? encoder_lens, Tensor? sinks, Tensor? tree_mask, bool is_causal) -> ()"
+    "Tensor? encoder_lens, Tensor? sinks, Tensor? tree_mask, bool is_causal=True) -> ()"
 )
+#: before 0.5.20 SGLang's caches had no scales: there the operators are called without them
+_SCALES = "float k_scale, float v_scale, "
 
 _library: Library | None = None
 
@@ -60,8 +65,21 @@ def register_operators() -> None:
     # A fragment, so that a process holding another sgl_kernel library keeps it. Torch drops the operators
     # with the object.
     library = Library("sgl_kernel", "FRAGMENT")
-    library.define(_DECODE)
-    library.define(_EXTEND)
-    library.impl("decode_attention_cpu", decode_attention_cpu, "CPU")
-    library.impl("extend_attention_cpu", extend_attention_cpu, "CPU")
+    for schema, kernel in ((_DECODE, decode_attention_cpu), (_EXTEND, extend_attention_cpu)):
+        name, arguments = schema.split("(", 1)
+        before, after = arguments.split(_SCALES)
+        library.define(schema)
+        library.impl(name, kernel, "CPU")
+        # an overload: torch takes the one that fits the arguments
+        library.define(f"{name}.unscaled({before}{after}")
+        library.impl(f"{name}.unscaled", _unscaled(kernel, before.count(",")), "CPU")
     _library = library
+
+
+def _unscaled(kernel: Callable[..., None], place: int) -> Callable[..., None]:
+    """`kernel` called without its two scales, which come at `place`."""
+
+    def call(*args: Any) -> None:
+        kernel(*args[:place], 1.0, 1.0, *args[place:])
+
+    return call

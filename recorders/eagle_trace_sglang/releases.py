@@ -1,0 +1,167 @@
+"""Which SGLang is installed here, and whether a recorder can be hung into it; asked before anything starts.
+
+The answer comes from the package's metadata and from its sources, parsed and not run: importing SGLang takes seconds
+and wants its whole environment, and a plugin that finds out later is only logged by SGLang.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from eagle_trace.errors import HostError
+
+#: releases whose recording was compared with the training forward and agreed (docs/support.md), newest first
+TESTED = ("0.5.23", "0.5.22", "0.5.21", "0.5.20", "0.5.19")
+
+
+@dataclass(frozen=True)
+class HookPoint:
+    """A place of SGLang's that recording stands on.
+
+    Attributes:
+        file: below `sglang/srt`.
+        names: what it must define or import at its top level, `Class.name` for a method or a declared field.
+        gives: what is lost without it.
+        cpu: needed on a CPU only.
+    """
+
+    file: str
+    names: tuple[str, ...]
+    gives: str
+    cpu: bool = False
+
+
+HOOK_POINTS = (
+    HookPoint("plugins/hook_registry.py", ("HookRegistry", "HookType"), "plugins"),
+    HookPoint(
+        "speculative/eagle_worker_v2.py",
+        ("EagleDraftWorker.init_lm_head", "EAGLEWorkerV2.verify", "select_top_k_tokens"),
+        "the draft worker",
+    ),
+    HookPoint("models/llama_eagle3.py", ("LlamaForCausalLMEagle3", "LlamaModel"), "the draft's class"),
+    HookPoint(
+        "model_executor/forward_batch_info.py",
+        tuple(f"ForwardBatch.{field}" for field in ("rids", "positions", "extend_seq_lens", "spec_info")),
+        "which row belongs to which request",
+    ),
+    HookPoint(
+        "speculative/eagle_info.py",
+        (
+            "EagleVerifyInput.retrieve_next_token",
+            "EagleVerifyInput.retrieve_next_sibling",
+            "EagleDraftExtendInput.num_accept_tokens",
+        ),
+        "what was proposed and accepted",
+    ),
+    HookPoint("runtime_context.py", ("get_spec", "get_memory"), "the settings of the server"),
+    HookPoint(
+        "managers/scheduler.py",
+        ("Scheduler._add_request_to_queue", "Scheduler.process_batch_result"),
+        "when a request begins and ends",
+    ),
+    HookPoint(
+        "entrypoints/http_server.py",
+        ("_setup_and_run_http_server", "_wait_and_warmup"),
+        "recording in a server that its user started",
+    ),
+    HookPoint("managers/utils.py", ("GenerationBatchResult.accept_lens",), "how much of it was accepted"),
+    HookPoint("layers/attention/attention_registry.py", ("ATTENTION_BACKENDS",), "attention on a CPU", cpu=True),
+    HookPoint("speculative/draft_utils.py", ("DraftBackendFactory._create_backend",), "drafting on a CPU", cpu=True),
+    HookPoint("speculative/eagle_utils.py", ("_is_cpu",), "verification on a CPU", cpu=True),
+)
+
+#: releases that have every hook point and whose own CPU attention is wrong: a recording there would name a fault that
+#: the same release does not have on a GPU
+WRONG_ON_CPU = dict.fromkeys(
+    ("0.5.18", "0.5.17", "0.5.16"),
+    "its CPU attention takes the committed length for that of every verify and draft step (repaired in 0.5.19)",
+)
+
+#: a release from before it decides to verify greedily inside a longer function, where nobody can object
+SAMPLING = HookPoint("speculative/eagle_utils.py", ("_verify_uses_greedy",), "sampling on a CPU", cpu=True)
+
+
+def check_release(device: str) -> list[str]:
+    """What a recording with the installed SGLang must be warned of: nothing for a release that was tested.
+
+    Args:
+        device: where SGLang is to run, `cpu` or `cuda`.
+
+    Raises:
+        HostError: no SGLang is installed, or one that lacks a hook point; the message names it and the way out.
+    """
+    name, folder = installed()
+    way_out = f"Supported are {', '.join(TESTED)}: install one of them, for example pip install 'sglang=={TESTED[0]}'"
+    if device == "cpu" and name in WRONG_ON_CPU:
+        raise HostError(f"SGLang {name} is not supported on cpu: {WRONG_ON_CPU[name]}. {way_out}")
+    lacking = [point for point in HOOK_POINTS if (device == "cpu" or not point.cpu) and missing_names(folder, point)]
+    if lacking:
+        said = "; ".join(f"no {' or '.join(missing_names(folder, p))} in {p.file} ({p.gives})" for p in lacking)
+        raise HostError(f"SGLang {name} is not supported on {device}: it has {said}. {way_out}")
+    warnings = []
+    if name not in TESTED:
+        warnings.append(
+            f"SGLang {name} is not among the releases eagle-trace was tested with ({', '.join(TESTED)}); it has every "
+            "hook point, so the recording went on"
+        )
+    if device == "cpu" and missing_names(folder, SAMPLING):
+        warnings.append(
+            f"SGLang {name} verifies greedily on a CPU: there a temperature counts for the first token only"
+        )
+    return warnings
+
+
+def installed() -> tuple[str, Path]:
+    """Version of the SGLang that an import here would find, and its folder `sglang/srt`.
+
+    Raises:
+        HostError: there is none.
+    """
+    found = importlib.util.find_spec("sglang")
+    try:
+        name = version("sglang")
+    except PackageNotFoundError:
+        name = "of an unknown version"
+    if found is None or not found.submodule_search_locations:
+        raise HostError("SGLang is not installed here: pip install 'eagle-trace[serve]'")
+    return name, Path(next(iter(found.submodule_search_locations))) / "srt"
+
+
+def missing_names(folder: Path, point: HookPoint) -> list[str]:
+    """The names of a hook point that the sources below `folder` do not have; all of them if the file is not there."""
+    try:
+        tree = ast.parse((folder / point.file).read_bytes())
+    except (OSError, SyntaxError):
+        return list(point.names)
+    known = set(_names(tree.body))
+    return [name for name in point.names if name not in known]
+
+
+def _names(body: list[ast.stmt]) -> Iterator[str]:
+    """Names that a module defines or imports at its top level, also inside `if` and `try`; and `Class.name`."""
+    for node in body:
+        match node:
+            case ast.FunctionDef(name=name):
+                yield name
+            case ast.ClassDef(name=name):
+                yield name
+                yield from (f"{name}.{inner}" for inner in _names(node.body))
+            case ast.Import(names=names) | ast.ImportFrom(names=names):
+                yield from (one.asname or one.name for one in names)
+            case ast.Assign(targets=targets):
+                yield from (target.id for target in targets if isinstance(target, ast.Name))
+            case ast.AnnAssign(target=ast.Name(id=name)):
+                yield name
+            case ast.If():
+                yield from _names([*node.body, *node.orelse])
+            case ast.Try():
+                yield from _names(
+                    [*node.body, *node.orelse, *node.finalbody, *(s for h in node.handlers for s in h.body)]
+                )
+            case _:
+                pass
