@@ -51,10 +51,11 @@ def to_array(tensor: Any, *, copy: bool = True) -> Array:
     return host.numpy()  # type: ignore[no-any-return]
 
 
-def parameter_row(name: str, canonical_name: str, tensor: Any, *, in_checkpoint: bool) -> dict[str, Any]:
+def parameter_row(name: str, canonical_name: str, tensor: Any, *, in_checkpoint: bool | None) -> dict[str, Any]:
     """A row of params.parquet for a parameter as the host holds it (torch tensor or numpy array, any device).
 
-    The digest is BLAKE2b of the exact bytes, so equal parameters have equal digests on both sides.
+    The digest is BLAKE2b of the exact bytes, so equal parameters have equal digests on both sides. `in_checkpoint` is
+    None where there is no checkpoint to look into.
     """
     array = np.ascontiguousarray(tensor if isinstance(tensor, np.ndarray) else to_array(tensor, copy=False))
     norm, nonfinite = _norm(array.reshape(-1))
@@ -133,7 +134,12 @@ class Hooks:
             observe(result, args, kwargs)
             return result
 
+        self.replace(owner, name, wrapper)
+
+    def replace(self, owner: Any, name: str, value: Any) -> None:
+        """Let ``owner.name`` be `value`."""
         had_own = name in vars(owner)
+        original = getattr(owner, name)
 
         def restore() -> None:
             if had_own:
@@ -141,8 +147,12 @@ class Hooks:
             else:
                 delattr(owner, name)
 
-        setattr(owner, name, wrapper)
+        setattr(owner, name, value)
         self._undo.append(restore)
+
+    def on_removal(self, undo: Callable[[], None]) -> None:
+        """Call `undo` when everything is taken off."""
+        self._undo.append(undo)
 
     def remove(self) -> None:
         """Take everything off, last hung first."""

@@ -23,7 +23,7 @@ import pyarrow.parquet as pq
 from eagle_trace.capture import LEVELS, Array, Rows, dtype_name, row_statistics
 from eagle_trace.errors import OutputExistsError, RecordingError, UsageError
 from eagle_trace.manifest import OPEN_SEAL, SEAL, Manifest
-from eagle_trace.schema import TABLES, value_schema
+from eagle_trace.schema import TABLES, TRAINING, value_schema
 
 ROW_GROUP_BYTES = 2 << 20
 FIRST_PART_BYTES = 1 << 20
@@ -131,9 +131,9 @@ class TraceWriter:
             return False
         return True
 
-    def put_rows(self, rows: Rows) -> None:
-        """Take the keys of one forward's draft rows."""
-        self._put("rows", rows, 64 * len(rows))
+    def put_rows(self, rows: Rows, training: Mapping[str, Array] | None = None) -> None:
+        """Take the keys of one forward's draft rows, and columns of `schema.TRAINING` [T] that are known of them."""
+        self._put("rows", (rows, training or {}), 64 * len(rows))
 
     def put_values(self, site: str, rows: Rows, values: Array) -> None:
         """Take the rows of one site: `values` [T, W] in the host's dtype, owned by the writer from now on."""
@@ -218,8 +218,12 @@ class TraceWriter:
             with self._room:
                 self._room.notify_all()
 
-    def _take_rows(self, rows: Rows) -> None:
-        self._add_batch("rows", pa.RecordBatch.from_arrays(list(_key_columns(rows).values()), schema=TABLES["rows"]))
+    def _take_rows(self, item: tuple[Rows, Mapping[str, Array]]) -> None:
+        rows, training = item
+        columns = _key_columns(rows)
+        for name, kind in TRAINING:
+            columns[name] = pa.array(training[name], type=kind) if name in training else pa.nulls(len(rows), kind)
+        self._add_batch("rows", pa.RecordBatch.from_arrays(list(columns.values()), schema=TABLES["rows"]))
 
     def _take_topk(self, item: tuple[Rows, Array, Array, Array, Array]) -> None:
         rows, draft_ids, target_ids, logits, logprobs = item

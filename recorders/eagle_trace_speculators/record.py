@@ -233,7 +233,7 @@ def _manifest(asked: TrainOptions, draft: LoadedDraft, trace: Trace | None, dtyp
         side="train",
         level=asked.level,
         host=HOST,
-        packages={name: _version(name) for name in PACKAGES} | {"eagle-trace": __version__},
+        packages={name: package_version(name) for name in PACKAGES} | {"eagle-trace": __version__},
         target=target,
         draft=draft.facts,
         dtype=dtype,
@@ -245,7 +245,8 @@ def _manifest(asked: TrainOptions, draft: LoadedDraft, trace: Trace | None, dtyp
     )
 
 
-def _version(package: str) -> str:
+def package_version(package: str) -> str:
+    """Version of an installed package, or ``unknown``."""
     try:
         return version(package)
     except PackageNotFoundError:
