@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -30,8 +30,10 @@ class Level(StrEnum):
 
 def record(
     mode: Annotated[Mode, typer.Option(help="Which forward: speculators' training forward, or SGLang's draft worker.")],
-    draft: Annotated[Path, typer.Option(help="Draft checkpoint: speculators format for train, SGLang's for serve.")],
     out: Annotated[Path, typer.Option(help="Folder to write the trace to.")],
+    draft: Annotated[
+        Path | None, typer.Option(help="Draft checkpoint: speculators format for train, SGLang's for serve.")
+    ] = None,
     target: Annotated[Path | None, typer.Option(help="Target checkpoint, Hugging Face format.")] = None,
     prompts: Annotated[Path | None, typer.Option(help="JSON lines with prompt, messages or input_ids.")] = None,
     replay: Annotated[
@@ -50,17 +52,30 @@ def record(
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     max_new_tokens: Annotated[int, typer.Option(help="serve: tokens to answer to each prompt.")] = 48,
     batch_size: Annotated[int, typer.Option(help="serve: prompts sent at once.")] = 8,
+    batches: Annotated[int, typer.Option(help="train -- COMMAND: batches of the training to record.")] = 2,
     level: Annotated[Level, typer.Option(help="How much to keep of each row.")] = Level.values,
     max_bytes: Annotated[str | None, typer.Option(help="Stop recording after so much, e.g. 500MB or 4GB.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace the trace at --out.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="Show no progress.")] = False,
     sglang_args: Annotated[
         list[str] | None,
-        typer.Argument(help="serve: after --, arguments for SGLang itself.", metavar="-- SGLANG ARGS"),
+        typer.Argument(
+            help="serve: after --, arguments for SGLang itself. train: after --, a training command to run and record.",
+            metavar="-- SGLANG ARGS | COMMAND",
+        ),
     ] = None,
 ) -> None:
     """Record one side of a draft model into a trace."""
     budget = None if max_bytes is None else parse_bytes(max_bytes)
+    if mode is Mode.train and sglang_args:
+        if any(one is not None for one in (draft, target, prompts, replay, features, steps)):
+            raise UsageError(
+                "a training command after -- brings its own draft, target and data: --draft, --target, --prompts, "
+                "--replay, --features and --steps do not go with it"
+            )
+        _record_command(sglang_args, out=out, batches=batches, level=level.value, max_bytes=budget, force=force)
+    if draft is None:
+        raise UsageError(f"record --mode {mode.value} needs --draft")
     common = {
         "target": target, "draft": draft, "out": out, "prompts": prompts, "dtype": dtype, "device": device,
         "level": level.value, "max_bytes": budget, "force": force,
@@ -75,8 +90,6 @@ def record(
             "batch_size": batch_size, "sglang_args": tuple(sglang_args or ()), "argv": tuple(sys.argv),
         }  # fmt: skip
     else:
-        if sglang_args:
-            raise UsageError("arguments after -- go to SGLang, which record --mode train does not start")
         if (prompts is None) == (replay is None):
             raise UsageError("record --mode train needs exactly one of --prompts and --replay")
         own = {
@@ -89,6 +102,20 @@ def record(
         path = find_recorder(mode.value)(**common, **own, progress=progress)
     typer.echo(f"Wrote {path}")
     typer.echo(_next_command(mode, path, replay, target))
+
+
+def _record_command(command: list[str], *, out: Path, **options: Any) -> NoReturn:
+    """Run and record a training command; leave with its exit status."""
+    from eagle_trace_speculators.command import record_command
+
+    recorded = record_command(command, out=out, **options)
+    for path in recorded.traces:
+        typer.echo(f"Wrote {path}", err=True)
+    if recorded.problem:
+        typer.echo(f"eagle-trace: {recorded.problem}", err=True)
+    elif recorded.traces:
+        typer.echo(f"Next: eagle-trace show {recorded.traces[0]}", err=True)
+    raise typer.Exit(recorded.status)
 
 
 def _next_command(mode: Mode, path: Path, replay: Path | None, target: Path | None) -> str:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
+from datasets import Dataset
+from safetensors.torch import save_file
 from speculators.losses import resolve_loss_config
 from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
 from speculators.models.eagle3.data import shift_batch
@@ -97,3 +103,36 @@ class Loop:
         self._optimizer.step()
         self.left.parameters += [p.detach().clone() for p in self.model.parameters()]
         self.left.random.append(torch.get_rng_state())
+
+
+def write_training_data(folder: Path, samples: Sequence[dict[str, Any]]) -> Path:
+    """Write samples as speculators' trainer reads them: an Arrow dataset and ``hidden_states/hs_N.safetensors``."""
+    columns = {
+        "input_ids": [one["input_ids"].tolist() for one in samples],
+        "loss_mask": [one["loss_mask"].long().tolist() for one in samples],
+        "seq_len": [len(one["input_ids"]) for one in samples],
+    }
+    Dataset.from_dict(columns).with_format("torch").save_to_disk(folder)
+    (folder / "hidden_states").mkdir()
+    for number, one in enumerate(samples):
+        features = one["hidden_states"].reshape(len(one["input_ids"]), len(LAYER_IDS), -1)
+        states = torch.cat([features, one["verifier_last_hidden_states"][:, None]], dim=1)
+        tensors = {"hidden_states": states.contiguous(), "token_ids": one["input_ids"]}
+        save_file(tensors, folder / "hidden_states" / f"hs_{number}.safetensors")
+    return folder
+
+
+def trainer_command(pair: Pair, data: Path, out: Path, *options: str) -> list[str]:
+    """speculators' own trainer on `data`, on whatever device is there; it goes on from the pair's draft."""
+    start = out.with_name(f"{out.name}-start")
+    shutil.copytree(pair.draft, start)
+    config = json.loads((start / "config.json").read_text())
+    config["speculators_config"]["verifier"]["name_or_path"] = str(pair.target)
+    (start / "config.json").write_text(json.dumps(config))
+    return [
+        sys.executable, str(Path(__file__).with_name("cpu_speculators.py")), "train",
+        "--verifier-name-or-path", str(pair.target), "--from-pretrained", str(start), "--data-path", str(data),
+        "--speculator-type", "eagle3", "--draft-attn-impl", "eager", "--loss-implementation", "eager",
+        "--hidden-states-dtype", "float32", "--total-seq-len", str(ROWS), "--optimizer", "adamw", "--epochs", "1",
+        "--save-path", str(out), "--on-missing", "raise", "--train-data-ratio", "0.8", *options,
+    ]  # fmt: skip

@@ -1,0 +1,128 @@
+"""`eagle-trace record --mode train ... -- COMMAND`: run somebody's training as they run it, with the recorder armed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from eagle_trace.errors import EagleTraceError, UsageError
+from eagle_trace.reader import open_trace
+from eagle_trace.selection import Selection
+from eagle_trace.writer import prepare_output
+from eagle_trace_speculators import arm
+
+SHIM = Path(__file__).parent / "shim"
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What came of a command.
+
+    Attributes:
+        status: exit status: the command's own, or 2 where it ended well and nothing was recorded.
+        traces: folders of the traces, one a rank.
+        problem: one sentence if there is no whole trace, else empty.
+    """
+
+    status: int
+    traces: tuple[Path, ...]
+    problem: str = ""
+
+
+def record_command(
+    command: Sequence[str],
+    *,
+    out: Path,
+    batches: int = 2,
+    level: str = "values",
+    selection: Selection = Selection(),  # noqa: B008 (frozen)
+    max_bytes: int | None = None,
+    first_token: int | None = None,
+    force: bool = False,
+) -> Recorded:
+    """Run `command` with its standard streams and record the first forwards of the EAGLE-3 draft that it trains.
+
+    Args:
+        command: the command and its arguments, e.g. ``speculators train --config run.yaml``.
+        out: folder of the trace; ranks above 0 write beside it.
+        batches, level, selection, max_bytes, first_token: see `recording`.
+        force: replace the trace at `out`.
+
+    Raises:
+        UsageError: there is no such command, or an option makes no sense.
+        OutputExistsError: `out` is taken.
+    """
+    if batches < 1:
+        raise UsageError(f"--batches must be 1 or more, not {batches}")
+    program = _program(command[0])
+    out = out.absolute()
+    prepare_output(out, force=force)
+    for other in _rank_folders(out):
+        prepare_output(other, force=force)
+        other.rmdir()
+    told = {
+        "out": out, "batches": batches, "level": level, "max_bytes": max_bytes, "first_token": first_token,
+        "selection": selection,
+    }  # fmt: skip
+    search = os.pathsep.join([str(SHIM), *filter(None, [os.environ.get("PYTHONPATH")])])
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(arm.PREFIX)}
+    environment = inherited | arm.environment(told) | {"PYTHONPATH": search}
+    with _signals_to_child():
+        status = subprocess.run([program, *command[1:]], env=environment, check=False).returncode
+    # a shell says it this way, too
+    status = 128 - status if status < 0 else status
+    return _outcome(command, status, out)
+
+
+def _program(name: str) -> str:
+    # a virtual environment's commands are found although it is not activated
+    beside = str(Path(sys.executable).parent)
+    found = shutil.which(name) or shutil.which(name, path=beside)
+    if found is None:
+        raise UsageError(f"there is no command {name!r}: after -- comes the training command as you start it")
+    return found
+
+
+@contextlib.contextmanager
+def _signals_to_child() -> Iterator[None]:
+    """Ctrl-C reaches the command, which shares the terminal; whoever waits for it must not die first."""
+    before = signal.signal(signal.SIGINT, lambda *_: None)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _rank_folders(out: Path) -> list[Path]:
+    return sorted(out.parent.glob(f"{out.stem}.rank*{out.suffix}"))
+
+
+def _outcome(command: Sequence[str], status: int, out: Path) -> Recorded:
+    words = " ".join(command[:2])
+    written = [folder for folder in (out, *_rank_folders(out)) if any(folder.iterdir())]
+    if not written:
+        out.rmdir()
+        return Recorded(
+            status or 2,
+            (),
+            f"{words} ended with status {status} and ran no forward of an EAGLE-3 draft that could be recorded: does it "
+            "train one, with a Python that has eagle-trace, and without -I, -S or -E?",
+        )
+    problems = []
+    for folder in written:
+        try:
+            trace = open_trace(folder)
+        except EagleTraceError as error:
+            problems.append(str(error))
+            continue
+        if not trace.table("calls").num_rows:
+            problems.append(f"{folder} holds no forward: {trace.manifest.stopped}")
+    problem = "; ".join(problems)
+    return Recorded(status or (2 if problem else 0), tuple(written), problem)
