@@ -1,4 +1,4 @@
-"""The prompts file: JSON lines, one prompt a line, as ``prompt``, ``messages`` or ``input_ids``; or a trace's prompts."""
+"""The prompts file: JSON lines with ``prompt``, ``messages`` or ``input_ids``; or the prompts of a trace."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ def read_prompts(path: Path) -> list[Prompt]:
     """Read a prompts file (empty lines are passed over), or the prompts of a trace, as token ids under their own keys.
 
     Raises:
-        PromptsError: no such file, no prompt in it, or a bad line (named by number); a trace whose prompts are not whole.
+        PromptsError: no such file, no prompt in it, or a bad line (named by number); or a trace whose prompts are not
+            whole.
     """
     if path.is_dir():
         return _read_trace(path)

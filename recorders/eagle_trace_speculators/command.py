@@ -42,7 +42,7 @@ def record_command(
     out: Path,
     batches: int = 2,
     level: str = "values",
-    selection: Selection = Selection(),  # noqa: B008 (frozen)
+    selection: Selection = Selection(),
     max_bytes: int | None = None,
     first_token: int | None = None,
     force: bool = False,
@@ -112,8 +112,8 @@ def _outcome(command: Sequence[str], status: int, out: Path) -> Recorded:
         return Recorded(
             status or 2,
             (),
-            f"{words} ended with status {status} and ran no forward of an EAGLE-3 draft that could be recorded: does it "
-            "train one, with a Python that has eagle-trace, and without -I, -S or -E?",
+            f"{words} ended with status {status} and ran no forward of an EAGLE-3 draft that could be recorded: does "
+            "it train one, with a Python that has eagle-trace, and without -I, -S or -E?",
         )
     problems = []
     for folder in written:

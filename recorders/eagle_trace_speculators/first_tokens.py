@@ -19,8 +19,8 @@ COLUMN = "input_ids"
 class FirstTokens:
     """Finds a document by its other tokens.
 
-    A document of the data fits if it goes on, behind its first token, with the tokens of the batch: to its end, or, where
-    the pack cut it off, at least so far. If those that fit begin with different tokens, the first one stays unknown.
+    A document of the data fits if it goes on, behind its first token, with the tokens of the batch: to its end, or,
+    where the pack cut it off, at least so far. If those that fit begin with different tokens, it stays unknown.
 
     Args:
         datasets: where batches come from: `datasets.Dataset` or speculators' `ArrowDataset` (column ``input_ids``),

@@ -21,15 +21,17 @@ from eagle_trace_speculators.record import HOST, PACKAGES, package_version
 FLEX = "simple_flex_attention"
 
 
-def unwrapped(model: Any) -> Any:
-    """The `Eagle3DraftModel` inside DistributedDataParallel, torch.compile or nothing.
+def unwrapped(model: Any) -> tuple[Any, bool]:
+    """The `Eagle3DraftModel` inside DistributedDataParallel, torch.compile or nothing, and whether it was compiled.
 
     Raises:
         UsageError: there is none.
     """
-    inner = model
+    inner, compiled = model, False
     while not isinstance(inner, Eagle3DraftModel):
-        inner = getattr(inner, "_orig_mod", None) or getattr(inner, "module", None)
+        original = getattr(inner, "_orig_mod", None)
+        compiled = compiled or original is not None
+        inner = original or getattr(inner, "module", None)
         if not isinstance(inner, torch.nn.Module):
             raise UsageError(
                 f"recording() takes speculators' Eagle3DraftModel, or a wrapper around one, not {type(model).__name__}"
@@ -37,7 +39,7 @@ def unwrapped(model: Any) -> Any:
     kind = getattr(inner.config, "speculators_model_type", "eagle3")
     if kind != "eagle3":
         raise UsageError(f"recording() takes an eagle3 draft, not a {kind} one: its forward has other sites")
-    return inner
+    return inner, compiled
 
 
 def rank_and_world() -> tuple[int, int]:

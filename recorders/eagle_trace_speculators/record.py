@@ -16,6 +16,7 @@ from eagle_trace.checkpoints import read_config
 from eagle_trace.errors import HostError, PromptsError, UsageError
 from eagle_trace.manifest import Manifest
 from eagle_trace.prompts import Prompt, check_tokens, prompts_digest, read_prompts, tokenize
+from eagle_trace.selection import Selection
 from eagle_trace.writer import TraceWriter, prepare_output
 from eagle_trace_speculators.replay import Task, open_replay, replay_tasks
 
@@ -49,6 +50,7 @@ class TrainOptions:
         device: ``auto``, ``cpu`` or ``cuda``.
         level: how much of each row to keep.
         max_bytes: stop after so many bytes of captures.
+        selection: which sites, roots, steps and prompts to keep.
         force: replace the trace at `out`.
         argv: command line, for the manifest.
     """
@@ -64,6 +66,7 @@ class TrainOptions:
     device: str = "auto"
     level: str = "values"
     max_bytes: int | None = None
+    selection: Selection = Selection()
     force: bool = False
     argv: list[str] | tuple[str, ...] = ()
 
@@ -138,7 +141,7 @@ def _record(asked: TrainOptions, progress: Progress) -> Path:
         prepare_output(asked.out, force=asked.force)
         writer = TraceWriter(asked.out, manifest, max_bytes=asked.max_bytes)
         try:
-            Session(draft, tasks, source, steps, dtype, writer, progress).run()
+            Session(draft, tasks, source, steps, dtype, writer, progress, asked.selection).run()
         except BaseException as error:
             writer.abort(error)
             raise
@@ -173,6 +176,8 @@ def _tasks(asked: TrainOptions, draft: LoadedDraft, trace: Trace | None, manifes
         "prompts": str(asked.prompts) if asked.prompts else None,
         "seed": 0,
     }
+    if left_out := asked.selection.to_dict():
+        manifest.settings["selection"] = left_out
     manifest.prompts_digest = prompts_digest([str(task.record["prompt_key"]) for task in tasks])
     return tasks, steps
 

@@ -93,9 +93,7 @@ class Loop:
 
     def step(self, batch: dict[str, Any]) -> None:
         noisy = batch["hidden_states"] + 1e-3 * torch.randn(batch["hidden_states"].shape)
-        _, loss, _ = self.model(
-            **batch | {"hidden_states": noisy}, ttt_steps=self._steps, loss_config=self._loss
-        )
+        _, loss, _ = self.model(**batch | {"hidden_states": noisy}, ttt_steps=self._steps, loss_config=self._loss)
         self._optimizer.zero_grad()
         loss.backward()
         self.left.losses.append(loss.detach().clone())
