@@ -80,7 +80,8 @@ def _read_trace(path: Path) -> list[Prompt]:
         raise PromptsError(f"{path} is a folder and no finished trace: give a prompts file, or a trace")
     try:
         columns = ["prompt_key", "token_ids", "num_prompt_tokens"]
-        rows = pq.read_table(table, columns=columns, use_threads=False).to_pylist()
+        # a recording that saw no prompt has no such file
+        rows = pq.read_table(table, columns=columns, use_threads=False).to_pylist() if table.exists() else []
     except (pa.ArrowException, OSError) as error:
         raise PromptsError(f"cannot read the prompts of the trace {path}: {str(error).splitlines()[0]}") from error
     prompts = [Prompt(str(row["prompt_key"]), input_ids=_given(row)) for row in rows]

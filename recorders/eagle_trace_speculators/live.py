@@ -288,6 +288,7 @@ class Recording:
             if self.failure is None:
                 self.failure = error
                 logger.warning("the trace %s could not be finished: %s", self.path, _words(error))
+            manifest.stopped = manifest.stopped or _words(error)
             self._writer.abort(error)
             with contextlib.suppress(OSError):
                 manifest.write(self.path, OPEN_SEAL)

@@ -21,6 +21,8 @@ from transformers import AutoModelForCausalLM
 
 from tests.support.tiny_speculators import HIDDEN, LAYER_IDS, Pair
 
+#: speculators' loss without the fused kernel, which needs a GPU
+LOSS = resolve_loss_config("kl_div", "eager")
 #: how many rows a batch has, padding included
 ROWS = 32
 
@@ -33,7 +35,7 @@ def trainable(pair: Pair, dtype: torch.dtype = torch.float32) -> Any:
     return Eagle3DraftModel.from_pretrained(pair.draft, config=config, dtype=dtype).train()
 
 
-def sample(pair: Pair, token_ids: Sequence[int], answer: int) -> dict[str, Any]:
+def sample(pair: Pair, token_ids: Sequence[int], answer: int, layer_ids: Sequence[int] = LAYER_IDS) -> dict[str, Any]:
     """A training sample as speculators' dataset gives it: the target's features of a document, its answer's mask."""
     target = AutoModelForCausalLM.from_pretrained(pair.target, dtype=torch.float32).eval()
     last: list[torch.Tensor] = []
@@ -42,7 +44,7 @@ def sample(pair: Pair, token_ids: Sequence[int], answer: int) -> dict[str, Any]:
     with torch.no_grad():
         states = target.model(ids[None], output_hidden_states=True).hidden_states
     # behind the last layer transformers gives the normed state, training takes it as it enters the norm
-    features = [last[0] if layer == len(states) - 1 else states[layer] for layer in LAYER_IDS]
+    features = [last[0] if layer == len(states) - 1 else states[layer] for layer in layer_ids]
     return {
         "hidden_states": torch.cat(features, dim=-1)[0],
         "input_ids": ids,
@@ -55,7 +57,8 @@ def sample(pair: Pair, token_ids: Sequence[int], answer: int) -> dict[str, Any]:
 
 def collate(samples: Sequence[dict[str, Any]], rows: int = ROWS) -> dict[str, Any]:
     """Samples as one packed batch, by speculators' own shift and packing."""
-    batch = CollateFn(rows, HIDDEN, num_target_layers=len(LAYER_IDS), dtype=torch.float32, preprocess=shift_batch)(
+    hidden = samples[0]["verifier_last_hidden_states"].shape[-1] if samples else HIDDEN
+    batch = CollateFn(rows, hidden, num_target_layers=len(LAYER_IDS), dtype=torch.float32, preprocess=shift_batch)(
         [dict(one) for one in samples]
     )
     batch.pop("error_records")
@@ -88,12 +91,11 @@ class Loop:
         self.model, self._steps = model, steps
         self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._optimizer = torch.optim.AdamW(self._trained, lr=1e-2)
-        self._loss = resolve_loss_config("kl_div", "eager")
         self.left = Trained()
 
     def step(self, batch: dict[str, Any]) -> None:
         noisy = batch["hidden_states"] + 1e-3 * torch.randn(batch["hidden_states"].shape)
-        _, loss, _ = self.model(**batch | {"hidden_states": noisy}, ttt_steps=self._steps, loss_config=self._loss)
+        _, loss, _ = self.model(**batch | {"hidden_states": noisy}, ttt_steps=self._steps, loss_config=LOSS)
         self._optimizer.zero_grad()
         loss.backward()
         self.left.losses.append(loss.detach().clone())
