@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,8 +75,10 @@ def record_command(
     search = os.pathsep.join([str(SHIM), *filter(None, [os.environ.get("PYTHONPATH")])])
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(arm.PREFIX)}
     environment = inherited | arm.environment(told) | {"PYTHONPATH": search}
-    with _signals_to_child():
-        status = subprocess.run([program, *command[1:]], env=environment, check=False).returncode
+    started: list[subprocess.Popen[bytes]] = []
+    with _signals_to(started), subprocess.Popen([program, *command[1:]], env=environment) as child:
+        started.append(child)
+        status = child.wait()
     # a shell says it this way, too
     status = 128 - status if status < 0 else status
     return _outcome(command, status, out)
@@ -91,13 +94,25 @@ def _program(name: str) -> str:
 
 
 @contextlib.contextmanager
-def _signals_to_child() -> Iterator[None]:
-    """Ctrl-C reaches the command, which shares the terminal; whoever waits for it must not die first."""
-    before = signal.signal(signal.SIGINT, lambda *_: None)
+def _signals_to(children: Sequence[subprocess.Popen[bytes]]) -> Iterator[None]:
+    """Whoever waits for the command must not die first. Ctrl-C reaches it anyway, since it shares the terminal."""
+
+    def forward(number: int, _frame: object) -> None:
+        for child in children:
+            child.send_signal(number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield  # signals go to the main thread, which decides by itself
+        return
+    before = {
+        signal.SIGINT: signal.signal(signal.SIGINT, lambda *_: None),
+        signal.SIGTERM: signal.signal(signal.SIGTERM, forward),
+    }
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _rank_folders(out: Path) -> list[Path]:

@@ -113,7 +113,7 @@ class BatchTaker:
 
     def take_targets(self, logits: Any) -> None:
         """The verifier's own logits over the draft vocabulary, [1, T, V]: their best ids are the labels."""
-        if self._batch is not None:
+        if self._batch is not None and logits.shape[1] == len(self._batch):
             self._labels = to_array(logits.argmax(dim=-1).reshape(-1), copy=False)
 
     def receive(self, step: int, site: str, tensor: Any) -> None:

@@ -119,7 +119,7 @@ def read_draft_config(draft: Path) -> Eagle3SpeculatorConfig:
     data = read_config(draft)
     kind = data.get("speculators_model_type")
     if kind is None:
-        if "eagle_config" in data or any("Eagle" in name for name in data.get("architectures") or []):
+        if "eagle_config" in data or "Eagle" in str(data.get("architectures")):
             raise CheckpointError(
                 f"{draft} is a draft in SGLang's flat format: give the folder that speculators saved, "
                 "whose config.json has a transformer_layer_config"

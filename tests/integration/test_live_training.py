@@ -42,6 +42,8 @@ pytestmark = pytest.mark.integration
 #: the last batch's second document does not fit and is cut off by the packing
 DOCUMENTS = random_prompts([9, 5, 13, 12, 30])
 PACKS = [[0, 1, 2], [3, 0], [1, 4]]
+#: where the answer of each document begins; the loss counts all of the second one, right behind the first one's end
+ANSWERS = [4, 0, 4, 4, 4]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -59,7 +61,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 
 @pytest.fixture(scope="module")
 def samples(pair: Pair) -> list[dict[str, Any]]:
-    return [sample(pair, ids, 4) for ids in DOCUMENTS]
+    return [sample(pair, ids, answer) for ids, answer in zip(DOCUMENTS, ANSWERS, strict=True)]
 
 
 @pytest.fixture(scope="module")
@@ -163,7 +165,7 @@ def test_masks_labels_loss_and_metrics_are_the_trainings(
     documents = [number for pack in PACKS[:2] for number in pack]
     for row in recorded.table("rows").to_pylist():
         fed = row["root"] + 1 + row["step"]
-        assert row["loss_mask"] == (fed >= 4)
+        assert row["loss_mask"] == (fed >= ANSWERS[documents[row["prompt_id"]]])
         assert row["label"] == int(labels[documents[row["prompt_id"]]][fed])
     metrics = recorded.table("metrics").to_pandas()
     total = metrics[metrics["name"] == "loss"].set_index("batch")["value"]
@@ -172,6 +174,18 @@ def test_masks_labels_loss_and_metrics_are_the_trainings(
     assert steps["step"].tolist() == [0, 1, 2] * 2
     assert steps["call_id"].tolist() == list(range(6))
     assert np.allclose(steps.groupby("batch")["value"].sum(), total)
+
+
+def test_rows_of_other_documents_that_the_loss_counts_are_counted(recorded: Trace) -> None:
+    rows, metrics = recorded.table("rows").to_pandas(), recorded.metrics.set_index(["call_id", "name"])["value"]
+    leaking = []
+    for call in range(6):
+        step = call % TTT_STEPS
+        counted = metrics[call, f"full_acc_{step}_total"]
+        data = int(rows["loss_mask"][rows["call_id"] == call].sum())
+        leaking.append(int(metrics.get((call, live_batches.LEAKING), 0)))
+        assert data + leaking[-1] == counted, "what speculators counts is data, or leaks"
+    assert leaking == [0, 1, 2, 0, 0, 0]
 
 
 def test_the_manifest_says_how_it_trained(recorded: Trace) -> None:
@@ -247,9 +261,14 @@ def test_a_block_that_ends_early_is_said(pair: Pair, batches: list[dict[str, Any
 
 def test_a_block_that_raises_is_said_and_raises(pair: Pair, batches: list[dict[str, Any]], tmp_path: Path) -> None:
     loop = Loop(trainable(pair))
-    with pytest.raises(ZeroDivisionError), recording(loop.model, out=tmp_path / "t", batches=5):
-        loop.step(batches[0])
-        _ = 1 / 0
+
+    def train_and_fail() -> None:
+        with recording(loop.model, out=tmp_path / "t", batches=5):
+            loop.step(batches[0])
+            raise ZeroDivisionError("division by zero")
+
+    with pytest.raises(ZeroDivisionError):
+        train_and_fail()
     trace = open_trace(tmp_path / "t")
     assert trace.manifest.stopped == "the block raised ZeroDivisionError: division by zero after 1 of 5 batches"
     assert hooks_of(loop.model) == 0
@@ -261,11 +280,14 @@ def test_a_forward_that_raised_ends_the_recording_and_not_the_training(
     loop = Loop(trainable(pair))
     with recording(loop.model, out=tmp_path / "t") as run:
         with pytest.raises(RuntimeError):
-            loop.step(batches[0] | {"loss_mask": torch.zeros(1, 3, dtype=torch.bool)})
+            # the loss of step 0 fails on it
+            loop.step(batches[0] | {"verifier_last_hidden_states": torch.zeros(1, 3, 32)})
         loop.step(batches[1])
     trace = open_trace(tmp_path / "t")
-    assert "loss mask differ in length" in str(run.failure)
+    assert "the forward before this one raised" in str(run.failure)
     assert "the recorder failed in batch 0" in str(trace.manifest.stopped)
+    assert trace.rows.step.tolist() == [0] * len(trace.keys("logits")), "what was computed of it is kept"
+    assert trace.table("rows").column("label").null_count == len(trace.rows)
     assert hooks_of(loop.model) == 0
 
 

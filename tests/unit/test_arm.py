@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -104,6 +105,32 @@ def test_the_commands_own_exit_status_comes_back(tmp_path: Path) -> None:
     assert record_command(command("raise SystemExit(7)"), out=tmp_path / "t.trace").status == 7
     killed = record_command(command("import os; os.kill(os.getpid(), 9)"), out=tmp_path / "t.trace")
     assert killed.status == 128 + 9, "as a shell says it"
+
+
+def test_a_request_to_stop_reaches_the_command(tmp_path: Path) -> None:
+    wait = "import os, signal, time; os.kill(os.getppid(), signal.SIGTERM); time.sleep(60)"
+    assert record_command(command(wait), out=tmp_path / "t.trace").status == 128 + signal.SIGTERM
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    given = [sys.executable, "-m", "eagle_trace.cli.main", "record", "--mode", "train", *arguments]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(SOURCES)}
+    return subprocess.run(given, check=False, capture_output=True, text=True, env=environment)
+
+
+def test_the_command_line_passes_output_and_status_through(tmp_path: Path) -> None:
+    code = "import sys; print('trained'); print('warned', file=sys.stderr); sys.exit(5)"
+    done = run("--out", str(tmp_path / "t.trace"), "--batches", "1", "--", *command(code))
+    assert (done.returncode, done.stdout) == (5, "trained\n")
+    assert done.stderr.startswith("warned\neagle-trace: ")
+    assert "ended with status 5 and ran no forward" in done.stderr
+
+
+def test_the_command_line_refuses_what_a_command_brings_itself(tmp_path: Path) -> None:
+    done = run("--out", str(tmp_path / "t.trace"), "--draft", "d", "--", "python", "train.py")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "--draft, --target" in done.stderr
+    assert "needs --draft" in run("--out", str(tmp_path / "t.trace"), "--prompts", "p").stderr
 
 
 def test_the_command_is_told_what_to_record(tmp_path: Path) -> None:
