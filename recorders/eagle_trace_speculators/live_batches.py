@@ -91,6 +91,7 @@ class BatchTaker:
         self._rows: Rows | None = None
         self._at = np.empty(0, dtype=np.intp)
         self._index: Any = None
+        self._device: Any = None
         self._shapes: list[dict[str, Any]] = []
 
     @property
@@ -107,6 +108,7 @@ class BatchTaker:
         """
         self._prompts = [self._put_prompt(number, tokens) for number, tokens in enumerate(batch.documents)]
         self._batch, self._labels, self._call_of, self._step, self.full = batch, None, [], -1, False
+        self._device = hidden_states.device
         for name, columns in fused_slices(hidden_states.shape[-1], self._model.hidden_size):
             self.receive(0, name, hidden_states[..., columns])
         self.receive(0, "fused", hidden_states)
@@ -191,7 +193,7 @@ class BatchTaker:
         rows = batch.rows(step, index, self._prompts, self._calls * self._world + self._rank)
         kept = np.flatnonzero(self._asked.selection.mask(rows))
         self._rows, self._at, self._shapes = rows.take(kept), index[kept], []
-        self._index = torch.from_numpy(self._at).to(self._model.fc.weight.device)
+        self._index = torch.from_numpy(self._at).to(self._device)
 
     def _leave(self) -> None:
         """A step is over: its call and its rows."""
