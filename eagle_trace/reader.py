@@ -173,6 +173,11 @@ class Trace:
         return _frame(self.table("floors"))
 
     @cached_property
+    def metrics(self) -> pd.DataFrame:
+        """Loss and metrics of each batch of a recorded training: batch, call_id, step, name, value."""
+        return _frame(self.table("metrics"))
+
+    @cached_property
     def rows(self) -> Rows:
         """Keys of every draft row, with token and position."""
         return to_rows(self.table("rows"))

@@ -57,7 +57,7 @@ def parameter_row(
     canonical_name: str,
     tensor: Any,
     *,
-    in_checkpoint: bool,
+    in_checkpoint: bool | None,
     shard: Shard | None = None,
     shard_axis: int = 0,
 ) -> dict[str, Any]:
@@ -171,6 +171,10 @@ class Hooks:
             return result
 
         self.replace(owner, name, wrapper)
+
+    def on_removal(self, undo: Callable[[], None]) -> None:
+        """Call `undo` when everything is taken off."""
+        self._undo.append(undo)
 
     def remove(self) -> None:
         """Take everything off, last hung first."""

@@ -19,6 +19,12 @@ KEYS = [
     ("own_path", pa.bool_()),
 ]
 
+#: what a row of a real training batch has besides its keys; null elsewhere
+TRAINING = [
+    ("loss_mask", pa.bool_()),
+    ("label", pa.int32()),
+]
+
 STATISTICS = [
     ("norm", pa.float64()),
     ("absmax", pa.float64()),
@@ -43,7 +49,7 @@ TABLES: dict[str, pa.Schema] = {
             ("finish_reason", pa.string()),
         ]
     ),
-    "rows": pa.schema(KEYS),
+    "rows": pa.schema([*KEYS, *TRAINING]),
     "calls": pa.schema(
         [
             ("call_id", pa.int32()),
@@ -115,6 +121,15 @@ TABLES: dict[str, pa.Schema] = {
             ("channel_median", pa.float64()),
             ("channel_p99", pa.float64()),
             ("channel_max", pa.float64()),
+        ]
+    ),
+    "metrics": pa.schema(
+        [
+            ("batch", pa.int32()),
+            ("call_id", pa.int32()),
+            ("step", pa.int32()),
+            ("name", pa.string()),
+            ("value", pa.float64()),
         ]
     ),
 }

@@ -151,10 +151,10 @@ class TraceWriter:
         """Whether this rank writes what all ranks of its group know."""
         return self.manifest.tp_rank == 0
 
-    def put_rows(self, rows: Rows) -> None:
-        """Take the keys of one forward's draft rows."""
+    def put_rows(self, rows: Rows, training: Mapping[str, Array] | None = None) -> None:
+        """Take the keys of one forward's draft rows, and columns of `schema.TRAINING` [T] that are known of them."""
         if len(rows) and self._leads:
-            self._put("rows", self._numbered(rows), 64 * len(rows))
+            self._put("rows", (self._numbered(rows), training or {}), 64 * len(rows))
 
     def put_values(self, site: str, rows: Rows, values: Array | Reduced, shard: Shard | None = None) -> None:
         """Take the rows of one site: `values` [T, W] in the host's dtype, owned by the writer from now on.
@@ -316,7 +316,7 @@ class TraceWriter:
         self._call = self._call if call is None else call
         self._dirty = True
         if kind == "rows":
-            self._table("rows", rows_table).add(item, len(item))
+            self._table("rows", rows_table).add(item, len(item[0]))
         elif kind == "topk":
             self._table("topk", topk_table).add(item, item[1].size)
         elif kind == "record":
@@ -384,7 +384,7 @@ def _call_of(kind: str, item: Any) -> int | None:
     if kind == "record":
         call = item[1].get("call_id")
         return None if call is None else int(call)
-    rows = item if kind == "rows" else item[1] if kind == "values" else item[0]
+    rows = item[1] if kind == "values" else item[0]
     return int(rows.call_id[0])
 
 
