@@ -17,6 +17,7 @@ import pytest
 from safetensors.torch import load_file
 
 from eagle_trace import Trace, open_trace
+from eagle_trace.capture import LEVELS
 from eagle_trace.errors import CheckpointError, HostError, OutputExistsError, PromptsError, UsageError
 from eagle_trace.prompts import read_prompts
 from eagle_trace.sites import draft_sites
@@ -109,17 +110,19 @@ def test_the_answers_are_the_same_with_and_without_recording(
     with Server(ServerOptions(TARGET, deployed, dtype="float32")) as server:
         before = server.answer(request)
         recorded = {}
-        for level in ("shapes", "stats", "values"):
+        for level in LEVELS:
             (tmp_path / level).mkdir()
             recorded[level] = server.record(request, tmp_path / level, level=level)
         after = server.answer(request)
     assert before == after
     for level, answers in recorded.items():
         assert answers == before, level
-    shapes, stats, values = (open_trace(tmp_path / level) for level in recorded)
-    assert shapes.sites == stats.sites == values.sites
+    shapes, stats, sketch, values = (open_trace(tmp_path / level) for level in recorded)
+    assert shapes.sites == stats.sites == sketch.sites == values.sites
     assert shapes.shapes == values.shapes
     np.testing.assert_array_equal(stats.statistics("fc.out").norm, values.statistics("fc.out").norm)
+    for site in ("fused", "fc.out", "logits"):
+        np.testing.assert_allclose(sketch.sketch(site), values.sketch(site), rtol=1e-6, atol=1e-9)
 
 
 def test_a_byte_budget_stops_the_recording_and_not_the_server(
