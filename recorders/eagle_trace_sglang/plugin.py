@@ -29,16 +29,16 @@ def load() -> None:
         from eagle_trace_sglang import cpu
 
         cpu.install()
-    if not (os.environ.get(SESSION) or os.environ.get(OUT)):
+    started = bool(os.environ.get(SESSION))
+    # processes of an armed server that schedule nothing (tokenizer, detokenizer) have nothing to record
+    if not (SCHEDULER in sys.modules if started else os.environ.get(OUT)):
         return
     from eagle_trace_sglang.releases import check_release
 
     check_release("cpu" if os.environ.get(CPU_KERNELS) else "cuda")
-    if os.environ.get(SESSION):
-        # the tokenizer's and detokenizer's processes have nothing to record
-        if SCHEDULER in sys.modules:
-            _hook_scheduler()
-    elif os.environ.get(OUT):
+    if started:
+        _hook_scheduler()
+    else:
         from eagle_trace_sglang import attached
 
         attached.arm()

@@ -110,7 +110,7 @@ def test_a_trace_whose_prompts_are_not_whole_is_refused(tmp_path: Path) -> None:
         read_prompts(write_trace(tmp_path / "empty"))
     with pytest.raises(PromptsError, match="no finished trace"):
         read_prompts(tmp_path)
-    (tmp_path / "shifted" / "prompts.parquet").write_bytes(b"PAR1")
+    next((tmp_path / "shifted" / "prompts.parquet").iterdir()).write_bytes(b"PAR1")
     with pytest.raises(PromptsError, match="cannot read the prompts of the trace"):
         read_prompts(tmp_path / "shifted")
 
