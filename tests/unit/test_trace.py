@@ -27,6 +27,7 @@ from eagle_trace.errors import (
 from eagle_trace.manifest import Manifest
 from eagle_trace.reader import ValueReader, iter_blocks
 from eagle_trace.writer import TraceWriter, prepare_output
+from tests.support.tables import replace_table
 
 RNG = np.random.default_rng(0)
 
