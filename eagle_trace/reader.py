@@ -153,7 +153,8 @@ class Trace:
     @cached_property
     def _site_data(self) -> dict[str, list[SiteData]]:
         found: dict[str, list[SiteData]] = {}
-        for folder in sorted((self.path / "values").glob("site=*")):
+        # absolute, because whoever reads the parts may run in another folder
+        for folder in sorted((self.path.absolute() / "values").glob("site=*")):
             site = folder.name.removeprefix("site=")
             found[site] = _scan_site(
                 site, sorted(folder.glob("*.parquet")), partial=not self.sealed, missing=self.missing

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -70,14 +69,14 @@ class Part:
     Attributes:
         site: name of the site.
         train, serve: the rows of each side.
-        step_P: step of each pair, int32 [P].
+        step: of each pair, int32 [P].
         bytes: memory that comparing the part takes, about.
     """
 
     site: str
     train: Half
     serve: Half
-    step_P: NDArray[np.int32]
+    step: NDArray[np.int32]
     bytes: int
 
 
@@ -108,14 +107,8 @@ class _Groups:
         for one in self.data:
             mine = used[first : first + len(one.groups)]
             first += len(one.groups)
-            # a worker may run in another folder
-            groups = tuple(replace(one.groups[k], path=_absolute(one.groups[k].path)) for k in np.flatnonzero(mine))
-            kept.append(replace(one, groups=groups))
+            kept.append(replace(one, groups=tuple(one.groups[k] for k in np.flatnonzero(mine))))
         return Half(tuple(kept), tuple(self.first_row), index)
-
-
-def _absolute(path: Path) -> Path:
-    return path.absolute() if isinstance(path, Path) else path
 
 
 class _Reader:
@@ -184,9 +177,9 @@ def compare_values(part: Part) -> dict[int, Sums]:
     left = _Reader(part.train, part.bytes)
     right = _Reader(part.serve, 0)
     width = part.train.data[0].width
-    totals, place = {}, np.empty(len(part.step_P), dtype=np.int64)
-    for step in np.unique(part.step_P):
-        mine = np.flatnonzero(part.step_P == step)
+    totals, place = {}, np.empty(len(part.step), dtype=np.int64)
+    for step in np.unique(part.step):
+        mine = np.flatnonzero(part.step == step)
         place[mine] = np.arange(len(mine))
         totals[int(step)] = Accumulator(width, len(mine), logits=part.site == "logits")
     # in the order of the serve side, so that each of its row groups is decoded once
@@ -196,8 +189,8 @@ def compare_values(part: Part) -> dict[int, Sums]:
     for start, stop in zip(edges, [*edges[1:], len(order)], strict=True):
         for first in range(int(start), int(stop), rows):
             chunk = order[first : min(first + rows, int(stop))]
-            for step in np.unique(part.step_P[chunk]):
-                at = chunk[part.step_P[chunk] == step]
+            for step in np.unique(part.step[chunk]):
+                at = chunk[part.step[chunk] == step]
                 x_TW, y_TW = right.take(part.serve.index[at]), left.take(part.train.index[at])
                 totals[int(step)].add(x_TW, y_TW, place[at])
     return {step: total.sums for step, total in totals.items()}
@@ -237,8 +230,7 @@ class ValuesFold(SiteFold):
         steps, counts = np.unique(self._step_P, return_counts=True)
         width, logits = train.site_data(site)[0].width, site == "logits"
         self._sums = {
-            int(step): Sums.zeros(int(count), width, logits=logits)
-            for step, count in zip(steps, counts, strict=True)
+            int(step): Sums.zeros(int(count), width, logits=logits) for step, count in zip(steps, counts, strict=True)
         }
         self._filled = dict.fromkeys(self._sums, 0)
 
@@ -246,7 +238,7 @@ class ValuesFold(SiteFold):
         """Take the sums of the next part."""
         for step, sums in partial.items():
             self._sums[step].put(self._filled[step], sums)
-            self._filled[step] += len(sums.error_T)
+            self._filled[step] += len(sums.error)
 
     def result(self) -> dict[int, Compared]:
         """The figures of each step."""
@@ -254,7 +246,7 @@ class ValuesFold(SiteFold):
 
 
 def _compared(sums: Sums, at: Int) -> Compared:
-    worst = int(sums.faulty_T.argmax()) if sums.faulty_T.any() else int(sums.rho.argmax())
+    worst = int(sums.faulty.argmax()) if sums.faulty.any() else int(sums.rho.argmax())
     errors = sums.logits.largest_error if sums.logits else np.zeros(0)
     return Compared(sums.result(), int(at[worst]), errors, at)
 
@@ -265,11 +257,9 @@ class WholeSite(SiteFold):
     def __init__(
         self, train: Trace, serve: Trace, site: str, pairs: Pairs, compare: Callable[[Part], dict[int, Compared]]
     ) -> None:
-        halves = [
-            _Groups(trace.site_data(site)).half(index, whole=True)
-            for trace, index in ((train, pairs.train), (serve, pairs.serve))
-        ]
-        part = Part(site, *halves, pairs.train_keys.step[pairs.train], 64 * len(pairs))
+        left = _Groups(train.site_data(site)).half(pairs.train, whole=True)
+        right = _Groups(serve.site_data(site)).half(pairs.serve, whole=True)
+        part = Part(site, left, right, pairs.train_keys.step[pairs.train], 64 * len(pairs))
         super().__init__(site, pairs, [part], compare)
         self._found: dict[int, Compared] = {}
 
@@ -288,8 +278,8 @@ def compare_statistics(part: Part) -> dict[int, Compared]:
     y, x = (_statistics(half.data, half.index) for half in (part.train, part.serve))
     rho = stats_error(x, y, width)
     found = {}
-    for step in np.unique(part.step_P):
-        at = np.flatnonzero(part.step_P == step)
+    for step in np.unique(part.step):
+        at = np.flatnonzero(part.step == step)
         faulty = (x.nonfinite[at] > 0) | (y.nonfinite[at] > 0)
         metrics = Metrics(
             rows=len(at),

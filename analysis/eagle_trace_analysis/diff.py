@@ -46,9 +46,7 @@ _STATISTIC = {
 }
 
 
-def diff(
-    train: Trace, serve: Trace, *, minimum_share: float = MINIMUM_SHARE, executor: Executor | None = None
-) -> Diff:
+def diff(train: Trace, serve: Trace, *, minimum_share: float = MINIMUM_SHARE, executor: Executor | None = None) -> Diff:
     """Compare two traces of the same prompts and name the first place where they part.
 
     Works at the lower of the two levels: ``shapes`` compares shapes, presence, tokens and positions;

@@ -111,7 +111,8 @@ class Logits:
     @classmethod
     def zeros(cls, rows: int) -> Logits:
         """Room for `rows` rows."""
-        return cls(*(np.zeros(rows) for _ in range(4)), flip=np.zeros(rows, dtype=np.bool_))
+        kl, tv, largest_error, margin = np.zeros((4, rows))
+        return cls(kl, tv, largest_error, margin, np.zeros(rows, dtype=np.bool_))
 
     def put(self, rows: slice | Int, part: Logits) -> None:
         """Take `part` as the rows at `rows`."""

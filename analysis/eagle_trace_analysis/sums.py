@@ -6,11 +6,10 @@ diff must come out the same to the last bit wherever it runs.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from eagle_trace.capture import Array
 from eagle_trace_analysis.metrics import (
@@ -40,21 +39,21 @@ class Sums:
     """What is kept of paired rows of one site and step: some numbers a row, two a channel.
 
     Attributes:
-        error_T, power_T, cross_T: |x - y|^2, |y|^2 and <x, y> of each row, float64 [T].
-        sum_T: sum of x - y of each row, float64 [T].
-        faulty_T: whether a row has elements that are not finite, bool [T].
-        error_W, power_W: sums of (x - y)^2 and y^2 of each channel over the rows, float64 [W].
+        error, power, cross: |x - y|^2, |y|^2 and <x, y> of each row, float64 [T].
+        total: sum of x - y of each row, float64 [T].
+        faulty: whether a row has elements that are not finite, bool [T].
+        channel_error, channel_power: sums of (x - y)^2 and y^2 of each channel over the rows, float64 [W].
         logits: what only logits have, [T] each; None for other sites.
         nonfinite_train, nonfinite_serve: elements that are not finite.
     """
 
-    error_T: Float64
-    power_T: Float64
-    cross_T: Float64
-    sum_T: Float64
-    faulty_T: Bool
-    error_W: Float64
-    power_W: Float64
+    error: Float64
+    power: Float64
+    cross: Float64
+    total: Float64
+    faulty: Bool
+    channel_error: Float64
+    channel_power: Float64
     logits: Logits | None = None
     nonfinite_train: int = 0
     nonfinite_serve: int = 0
@@ -63,10 +62,13 @@ class Sums:
     def zeros(cls, rows: int, width: int, *, logits: bool = False) -> Sums:
         """Room for `rows` rows of `width` elements."""
         return cls(
-            *(np.zeros(rows) for _ in range(4)),
-            faulty_T=np.zeros(rows, dtype=np.bool_),
-            error_W=np.zeros(width),
-            power_W=np.zeros(width),
+            error=np.zeros(rows),
+            power=np.zeros(rows),
+            cross=np.zeros(rows),
+            total=np.zeros(rows),
+            faulty=np.zeros(rows, dtype=np.bool_),
+            channel_error=np.zeros(width),
+            channel_power=np.zeros(width),
             logits=Logits.zeros(rows) if logits else None,
         )
 
@@ -75,25 +77,25 @@ class Sums:
 
         Floating point sums depend on their order: parts must always be put in the same one.
         """
-        rows = slice(first, first + len(part.error_T))
-        for name in ("error_T", "power_T", "cross_T", "sum_T", "faulty_T"):
+        rows = slice(first, first + len(part.error))
+        for name in ("error", "power", "cross", "total", "faulty"):
             getattr(self, name)[rows] = getattr(part, name)
         if self.logits is not None and part.logits is not None:
             self.logits.put(rows, part.logits)
-        self.error_W += part.error_W
-        self.power_W += part.power_W
+        self.channel_error += part.channel_error
+        self.channel_power += part.channel_power
         self.nonfinite_train += part.nonfinite_train
         self.nonfinite_serve += part.nonfinite_serve
 
     @property
     def rho(self) -> Float64:
         """Relative L2 error of each row, float64 [T]."""
-        return relative_error(self.error_T, self.power_T)
+        return relative_error(self.error, self.power)
 
     def result(self) -> Metrics:
         """The figures over all rows."""
-        rho, channel = self.rho, relative_error(self.error_W, self.power_W)
-        bias = self.sum_T / np.sqrt(max(1, len(self.error_W)) * np.where(self.power_T == 0, 1.0, self.power_T))
+        rho, channel = self.rho, relative_error(self.channel_error, self.channel_power)
+        bias = self.total / np.sqrt(max(1, len(self.channel_error)) * np.where(self.power == 0, 1.0, self.power))
         return Metrics(
             rows=len(rho),
             rho_median=quantile(rho, 0.5),
@@ -102,7 +104,7 @@ class Sums:
             nonfinite_train=self.nonfinite_train,
             nonfinite_serve=self.nonfinite_serve,
             basis="values",
-            scale_median=quantile(scale_factor(self.cross_T, self.power_T), 0.5),
+            scale_median=quantile(scale_factor(self.cross, self.power), 0.5),
             bias=float(bias.mean()) if len(bias) else 0.0,
             bias_t=t_statistic(bias),
             channel_median=quantile(channel, 0.5),
@@ -200,12 +202,12 @@ class Accumulator:
             _, power_W = _squares(square_y, product)
         usual = ~odd
         at = rows[usual]
-        sums.error_T[at] = error[usual]
-        sums.power_T[at] = power[usual]
-        sums.cross_T[at] = cross[usual] + power[usual].astype(np.float64)
-        sums.sum_T[at] = total[usual]
-        sums.error_W += error_W
-        sums.power_W += power_W
+        sums.error[at] = error[usual]
+        sums.power[at] = power[usual]
+        sums.cross[at] = cross[usual] + power[usual].astype(np.float64)
+        sums.total[at] = total[usual]
+        sums.channel_error += error_W
+        sums.channel_power += power_W
         if sums.logits is not None:
             sums.logits.put(rows, logit_metrics(x, y, [one[:count] for one in self._scratch]))
 
@@ -217,16 +219,16 @@ class Accumulator:
         masked = (xs == ys) & bad_x
         sums.nonfinite_serve += int((bad_x & ~masked).sum())
         sums.nonfinite_train += int((bad_y & ~masked).sum())
-        sums.faulty_T[rows[at]] = ((bad_x | bad_y) & ~masked).any(axis=1)
+        sums.faulty[rows[at]] = ((bad_x | bad_y) & ~masked).any(axis=1)
         taken = bad_x | bad_y
         xs[taken] = ys[taken] = 0.0
         d = xs - ys
-        sums.error_T[rows[at]] = np.einsum("tw,tw->t", d, d)
-        sums.power_T[rows[at]] = np.einsum("tw,tw->t", ys, ys)
-        sums.cross_T[rows[at]] = np.einsum("tw,tw->t", xs, ys)
-        sums.sum_T[rows[at]] = d.sum(axis=1)
-        sums.error_W += np.einsum("tw,tw->w", d, d)
-        sums.power_W += np.einsum("tw,tw->w", ys, ys)
+        sums.error[rows[at]] = np.einsum("tw,tw->t", d, d)
+        sums.power[rows[at]] = np.einsum("tw,tw->t", ys, ys)
+        sums.cross[rows[at]] = np.einsum("tw,tw->t", xs, ys)
+        sums.total[rows[at]] = d.sum(axis=1)
+        sums.channel_error += np.einsum("tw,tw->w", d, d)
+        sums.channel_power += np.einsum("tw,tw->w", ys, ys)
         # for logits: what was taken out has probability zero on both sides
         low = np.float32(-np.inf) if self.logits else np.float32(0)
         x[at] = np.where(taken, low, x[at])

@@ -89,7 +89,7 @@ def test_non_finite_elements_are_counted_and_do_not_hide_the_rest() -> None:
     total = accumulate(x, y)
     found = total.result()
     assert (found.nonfinite_train, found.nonfinite_serve) == (1, 2)
-    assert np.flatnonzero(total.faulty_T).tolist() == [3, 7]
+    assert np.flatnonzero(total.faulty).tolist() == [3, 7]
     assert found.rho_median == pytest.approx(clean.rho_median, rel=0.1)
     assert found.channel_median == pytest.approx(clean.channel_median, rel=0.1)
     assert np.isfinite([found.rho_max, found.channel_max, found.bias]).all()
