@@ -8,6 +8,7 @@ not hide what the rest of the row says; the same infinity on both sides (a maske
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -64,8 +65,14 @@ def t_statistic(values: Float64) -> float:
 
 
 def quantile(values: Float64, q: float) -> float:
-    """Quantile, always one of the values (so infinities stay what they are); 0 if there are none."""
-    return float(np.quantile(values, q, method="higher")) if len(values) else 0.0
+    """Quantile, always one of the values (so infinities stay what they are); 0 if there are none.
+
+    That is ``np.quantile(values, q, method="higher")``, which takes ten times as long for a few hundred values.
+    """
+    if not len(values):
+        return 0.0
+    at = math.ceil(q * (len(values) - 1))
+    return float(np.partition(values, at)[at])
 
 
 def stats_error(x: Statistics, y: Statistics, width: int) -> Float64:

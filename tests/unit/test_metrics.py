@@ -11,6 +11,7 @@ from eagle_trace_analysis import sums
 from eagle_trace_analysis.metrics import (
     counted_flips,
     logit_metrics,
+    quantile,
     ratio,
     relative_error,
     stats_error,
@@ -52,6 +53,15 @@ def test_sums_are_those_of_float64(dtype: type, split: int | None, monkeypatch: 
     bias = (x - y).mean(axis=1) / np.sqrt((y * y).mean(axis=1))
     assert found.bias == pytest.approx(bias.mean(), rel=1e-3)
     assert found.bias_t == pytest.approx(bias.mean() / (bias.std(ddof=1) / np.sqrt(len(bias))), rel=1e-3)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 100, 101, 4097])
+def test_a_quantile_is_numpys_higher_one(count: int) -> None:
+    values = np.random.default_rng(count).standard_normal(count)
+    values[count // 2] = np.inf
+    for q in (0.0, 0.5, 0.99, 1.0):
+        assert quantile(values, q) == np.quantile(values, q, method="higher")
+    assert quantile(np.zeros(0), 0.5) == 0.0
 
 
 def test_zero_over_zero_is_zero_and_something_over_zero_is_infinite() -> None:
