@@ -24,7 +24,7 @@ from eagle_trace_analysis.sums import Accumulator, Sums
 Int = NDArray[np.int64]
 
 #: value bytes of the train side in a part: large enough that opening its files costs little beside reading them
-PART_BYTES = 16 << 20
+PART_BYTES = 8 << 20
 #: a part may grow to this where cutting it earlier would have much of the serve side decoded twice
 LARGEST_PART_BYTES = 128 << 20
 CHUNK_BYTES = 4 << 20
