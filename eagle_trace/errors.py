@@ -12,6 +12,7 @@
     ├── RecordingError              the recording failed (the host did not)
     │   ├── OutputExistsError       the output folder is taken
     │   └── HostError               the host could not be started or died
+    ├── SchedulerError              the Dask cluster of `diff --scheduler` does not answer or fails
     └── IncomparableError           two traces have nothing (or too little) in common
 
 The message is one sentence that names the way out; the command line prints it without a traceback and exits with
@@ -69,6 +70,10 @@ class OutputExistsError(RecordingError):
 
 class HostError(RecordingError):
     """The host (SGLang, speculators) could not be started or died."""
+
+
+class SchedulerError(EagleTraceError):
+    """The Dask cluster that was to run the comparison does not answer, or fails."""
 
 
 class IncomparableError(EagleTraceError):

@@ -17,6 +17,7 @@ from fnmatch import fnmatchcase
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
@@ -43,9 +44,10 @@ class Alignment:
         self.train = train
         self.serve = serve
         self._numbers = {key: number for number, key in enumerate(_union(train.prompts, serve.prompts))}
-        self._given_train, self._given_serve = (_tokens_given(trace, self._numbers) for trace in (train, serve))
-        self._cached = _tokens_cached(serve, self._numbers)
-        self._parted = _answers_part(train, serve, self._numbers)
+        tables = train.table("prompts"), serve.table("prompts")
+        self._given_train, self._given_serve = (_tokens_given(table, self._numbers) for table in tables)
+        self._cached = _tokens_cached(tables[1], self._numbers)
+        self._parted = _answers_part(*tables, self._numbers)
         on_serve = set(serve.prompts["prompt_key"])
         self.prompt_keys: list[str] = [key for key in train.prompts["prompt_key"] if key in on_serve]
         self._known: list[Pairs] = []
@@ -268,53 +270,55 @@ def _union(train: pd.DataFrame, serve: pd.DataFrame) -> list[str]:
     return list(dict.fromkeys([*train["prompt_key"], *serve["prompt_key"]]))
 
 
-def _tokens_given(trace: Trace, numbers: dict[str, int]) -> Int:
+def _tokens_given(prompts: pa.Table, numbers: dict[str, int]) -> Int:
     """How many tokens of each prompt a side was given, by the prompt's common number; unlimited where it has
     no such prompt.
     """
     given = np.full(len(numbers) + 1, np.iinfo(np.int64).max, dtype=np.int64)
-    table = trace.table("prompts").select(["prompt_key", "token_ids"])
-    lengths = pc.list_value_length(table.column("token_ids")).to_pylist()
-    for key, length in zip(table.column("prompt_key").to_pylist(), lengths, strict=True):
+    lengths = pc.list_value_length(prompts.column("token_ids")).to_pylist()
+    for key, length in zip(prompts.column("prompt_key").to_pylist(), lengths, strict=True):
         given[numbers[key]] = np.iinfo(np.int64).max if length is None else length
     return given
 
 
-def _tokens_cached(trace: Trace, numbers: dict[str, int]) -> Int:
+def _tokens_cached(prompts: pa.Table, numbers: dict[str, int]) -> Int:
     """How many tokens of each prompt the server took from its prefix cache, by the prompt's common number."""
     cached = np.zeros(len(numbers) + 1, dtype=np.int64)
-    for row in trace.table("prompts").select(["prompt_key", "cached_tokens"]).to_pylist():
-        cached[numbers[row["prompt_key"]]] = row["cached_tokens"] or 0
+    table = prompts.select(["prompt_key", "cached_tokens"])
+    for key, count in zip(*(column.to_pylist() for column in table.columns), strict=True):
+        cached[numbers[key]] = count or 0
     return cached
 
 
-def unequal_tokens(a: Int, b: Int) -> Int:
+def unequal_tokens(a: NDArray[np.integer], b: NDArray[np.integer]) -> Int:
     """Where two runs of tokens of the same length differ; a token that is not known (-1, see docs/training.md) does
     not differ.
     """
     return np.flatnonzero((a != b) & (a >= 0) & (b >= 0))
 
 
-def _answers_part(train: Trace, serve: Trace, numbers: dict[str, int]) -> Int:
+def _answers_part(train: pa.Table, serve: pa.Table, numbers: dict[str, int]) -> Int:
     """Index of the first token that differs behind an equal prompt, by the prompt's common number; beyond any
     index where no token differs, or where the prompts themselves do (that is a divergence, not a skip).
     """
-    never = np.iinfo(np.int64).max
-    parted = np.full(len(numbers) + 1, never, dtype=np.int64)
-    columns = ["prompt_key", "token_ids", "num_prompt_tokens"]
-    sides = [trace.table("prompts").select(columns).to_pylist() for trace in (train, serve)]
-    of_serve = {row["prompt_key"]: row for row in sides[1]}
-    for row in sides[0]:
-        other = of_serve.get(row["prompt_key"])
-        if other is None:
-            continue
-        ours, theirs = np.asarray(row["token_ids"] or []), np.asarray(other["token_ids"] or [])
+    parted = np.full(len(numbers) + 1, np.iinfo(np.int64).max, dtype=np.int64)
+    of_train, of_serve = _prompt_tokens(train), _prompt_tokens(serve)
+    for key in of_train.keys() & of_serve.keys():
+        (ours, prompt), (theirs, other_prompt) = of_train[key], of_serve[key]
         common = min(len(ours), len(theirs))
         differ = unequal_tokens(ours[:common], theirs[:common])
-        prompt = max(row["num_prompt_tokens"] or 0, other["num_prompt_tokens"] or 0)
-        if len(differ) and differ[0] >= prompt:
-            parted[numbers[row["prompt_key"]]] = differ[0]
+        if len(differ) and differ[0] >= max(prompt, other_prompt):
+            parted[numbers[key]] = differ[0]
     return parted
+
+
+def _prompt_tokens(prompts: pa.Table) -> dict[str, tuple[NDArray[np.int32], int]]:
+    """Tokens of each prompt and how many of them are the prompt's own, by its key."""
+    tokens = pc.list_flatten(prompts.column("token_ids")).to_numpy()
+    ends = np.cumsum(pc.list_value_length(prompts.column("token_ids")).fill_null(0).to_numpy())
+    lengths = prompts.column("num_prompt_tokens").fill_null(0).to_pylist()
+    keys = prompts.column("prompt_key").to_pylist()
+    return dict(zip(keys, zip(np.split(tokens, ends[:-1]), lengths, strict=True), strict=True)) if keys else {}
 
 
 def _renumber(rows: Rows, prompts: pd.DataFrame, numbers: dict[str, int], side: int) -> Int:

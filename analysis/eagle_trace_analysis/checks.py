@@ -215,12 +215,11 @@ def check_positions(alignment: Alignment) -> tuple[dict[int, SiteResult], list[N
     prompts = pairs.train_keys.prompt_id[pairs.train]
     # step 0 says what the constant is: drafts can outnumber it, and may be what is wrong
     first = pairs.train_keys.step[pairs.train] == 0
-    of_first = dict(zip(prompts[first].tolist(), _median_of_each(prompts[first], offset[first]).tolist(), strict=True))
-    everywhere = _median_of_each(prompts, offset)
-    constant = np.array(
-        [of_first.get(prompt, other) for prompt, other in zip(prompts.tolist(), everywhere.tolist(), strict=True)],
-        dtype=offset.dtype,
-    )
+    of_prompt, at, inverse = np.unique(prompts, return_index=True, return_inverse=True)
+    constant = _median_of_each(prompts, offset)[at]
+    with_first, at = np.unique(prompts[first], return_index=True)
+    constant[np.searchsorted(of_prompt, with_first)] = _median_of_each(prompts[first], offset[first])[at]
+    constant = constant[inverse]
     columns = pairs.train_keys.position[pairs.train], pairs.serve_keys.position[pairs.serve]
     shifted = f" (other rows: shifted by {_range(constant)})" if constant.any() else ""
     results = _integer_site(alignment, "position", offset != constant, columns, shifted)

@@ -1,24 +1,32 @@
-"""Values of one site of both traces, streamed row group by row group."""
+"""One site of both traces, as a fold: parts that can be compared anywhere, in any order, and added up in one order.
+
+`partition` cuts the pairs of a site into `Part`s of bounded size; where it cuts depends on the data alone.
+`compare_values` compares one part: a pure function of what can be pickled, which opens the files it needs itself.
+`SiteFold` puts the results together in the order of the parts. So the numbers are the same to the last bit whoever
+runs the parts (`eagle_trace_analysis.fold`).
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 from numpy.typing import NDArray
 
 from eagle_trace.capture import DTYPES, Array, Statistics, row_statistics, to_float32
 from eagle_trace.reader import SiteData, Trace, ValueReader, read_statistics
-from eagle_trace_analysis.metrics import Accumulator, Metrics, quantile, stats_error
+from eagle_trace_analysis.metrics import Metrics, quantile, stats_error
 from eagle_trace_analysis.pairs import Pairs
+from eagle_trace_analysis.sums import Accumulator, Sums
 
 Int = NDArray[np.int64]
 
-#: the train side is read in order, so a row group or two are enough; the serve side's order is its own
-TRAIN_CACHE_BYTES = 8 << 20
-LARGEST_CACHE_BYTES = 256 << 20
+#: value bytes of the train side in a part: large enough that opening its files costs little beside reading them
+PART_BYTES = 8 << 20
+#: a part may grow to this where cutting it earlier would have much of the serve side decoded twice
+LARGEST_PART_BYTES = 128 << 20
 CHUNK_BYTES = 4 << 20
 
 
@@ -39,99 +47,239 @@ class Compared:
     pairs: Int
 
 
-class _Side:
-    """Rows of one site of one trace, numbered through all its `SiteData`."""
+@dataclass(frozen=True)
+class Half:
+    """One side of a part: its rows, and the row groups that hold them.
 
-    def __init__(self, data: list[SiteData], cache_bytes: int) -> None:
+    Attributes:
+        data: what the trace holds of the site, with no row groups but those needed.
+        starts: number of the first row of each of `data`.
+        index: row numbers, counted through all of `data`, int64 [P].
+    """
+
+    data: tuple[SiteData, ...]
+    starts: tuple[int, ...]
+    index: Int
+
+
+@dataclass(frozen=True)
+class Part:
+    """A run of pairs of one site, sorted by train row; can be pickled.
+
+    Attributes:
+        site: name of the site.
+        train, serve: the rows of each side.
+        step: of each pair, int32 [P].
+        bytes: memory that comparing the part takes, about.
+    """
+
+    site: str
+    train: Half
+    serve: Half
+    step: NDArray[np.int32]
+    bytes: int
+
+
+class _Groups:
+    """Row groups of one site of one trace, numbered through all its `SiteData`."""
+
+    def __init__(self, data: Sequence[SiteData], first_row: Sequence[int] | None = None) -> None:
         self.data = data
-        self.starts = np.cumsum([0, *(one.rows for one in data)])[:-1]
-        self._readers = [ValueReader(one, cache_bytes) for one in data]
+        self.first_row = first_row or [0, *np.cumsum([one.rows for one in data]).tolist()][:-1]
+        self.starts = np.array(
+            [row + group.start for one, row in zip(data, self.first_row, strict=True) for group in one.groups],
+            dtype=np.int64,
+        )
+        self.bytes = np.array(
+            [group.rows * one.width * DTYPES[one.dtype].itemsize for one in data for group in one.groups],
+            dtype=np.int64,
+        )
 
-    @property
-    def group_starts(self) -> Int:
-        """First row of every row group."""
-        starts = [
-            start + group.start for one, start in zip(self.data, self.starts, strict=True) for group in one.groups
-        ]
-        return np.array(starts, dtype=np.int64)
+    def of(self, index: Int) -> Int:
+        """Row group of each row number."""
+        return np.searchsorted(self.starts, index, side="right") - 1
+
+    def half(self, index: Int, *, whole: bool = False) -> Half:
+        """The rows at `index`, with the row groups that hold them (or all)."""
+        used = np.full(len(self.starts), whole)
+        used[self.of(index)] = True
+        kept, first = [], 0
+        for one in self.data:
+            mine = used[first : first + len(one.groups)]
+            first += len(one.groups)
+            kept.append(replace(one, groups=tuple(one.groups[k] for k in np.flatnonzero(mine))))
+        return Half(tuple(kept), tuple(self.first_row), index)
+
+
+class _Reader:
+    """Rows of one half of a part."""
+
+    def __init__(self, half: Half, cache_bytes: int) -> None:
+        self._starts = np.array(half.starts)
+        self._width = half.data[0].width
+        self._readers = [ValueReader(one, cache_bytes) for one in half.data]
 
     def take(self, index: Int) -> Array:
         """Rows at `index`, in the recorded dtype where they share one, else float32."""
         if len(self._readers) == 1:
             return self._readers[0].take(index)
-        which = np.searchsorted(self.starts, index, side="right") - 1
-        out = np.empty((len(index), self.data[0].width), dtype=np.float32)
+        which = np.searchsorted(self._starts, index, side="right") - 1
+        out = np.empty((len(index), self._width), dtype=np.float32)
         for number in np.unique(which):
             at = np.flatnonzero(which == number)
-            out[at] = to_float32(self._readers[number].take(index[at] - self.starts[number]))
+            out[at] = to_float32(self._readers[number].take(index[at] - self._starts[number]))
         return out
 
 
-def compare_values(train: Trace, serve: Trace, site: str, pairs: Pairs) -> dict[int, Compared]:
-    """Compare the exact values of a site, step by step.
+def partition(train: Trace, serve: Trace, site: str, pairs: Pairs) -> list[Part]:
+    """Cut the pairs of a site at row groups of the train side into parts of `PART_BYTES` or a little more.
 
-    Peak memory is the two readers' caches plus some numbers a row; it does not grow with the bytes of the
-    site. Both sides must hold values, all of one width.
+    A part holds its train side in memory and reads each row group of the serve side once. Where the two sides' orders
+    differ so much that a cut would have more than half a part's bytes read again, the part grows, up to
+    `LARGEST_PART_BYTES`. (A single row group may be larger than any bound.)
     """
-    left = _Side(train.site_data(site), TRAIN_CACHE_BYTES)
-    right = _Side(serve.site_data(site), _cache_for(serve.site_data(site), pairs.serve))
-    width = left.data[0].width
+    left, right = _Groups(train.site_data(site)), _Groups(serve.site_data(site))
+    group_t, group_s = left.of(pairs.train), right.of(pairs.serve)
     step_P = pairs.train_keys.step[pairs.train]
-    steps, counts = np.unique(step_P, return_counts=True)
-    sums = {
-        int(step): Accumulator(width, int(count), logits=site == "logits")
-        for step, count in zip(steps, counts, strict=True)
-    }
-    edges = np.searchsorted(pairs.train, left.group_starts)
-    rows = max(1, CHUNK_BYTES // (4 * max(1, width)))
-    for start, stop in zip(edges, [*edges[1:], len(pairs)], strict=True):
-        for first in range(int(start), int(stop), rows):
-            last = min(first + rows, int(stop))
-            here = step_P[first:last]
-            if (here == here[0]).all():
-                sums[int(here[0])].add(right.take(pairs.serve[first:last]), left.take(pairs.train[first:last]))
-                continue
-            for step in np.unique(here):
-                at = first + np.flatnonzero(here == step)
-                sums[int(step)].add(right.take(pairs.serve[at]), left.take(pairs.train[at]))
-    del left, right
-    # Arrow keeps what its buffers leave behind, and the next site's are of another size
-    pa.default_memory_pool().release_unused()
-    return {step: _compared(total, np.flatnonzero(step_P == step)) for step, total in sums.items()}
+    edges = np.flatnonzero(np.diff(group_t, prepend=-1))
+    sizes = left.bytes[group_t[edges]]
+    again = _read_again(right, group_s)[edges]
+    cuts, held = [0], 0
+    for k in range(1, len(edges)):
+        held += int(sizes[k - 1])
+        if held + sizes[k] > LARGEST_PART_BYTES or (held >= PART_BYTES and 2 * again[k] <= held):
+            cuts.append(int(edges[k]))
+            held = 0
+    parts = []
+    for start, stop in zip(cuts, [*cuts[1:], len(pairs)], strict=True):
+        memory = int(left.bytes[np.unique(group_t[start:stop])].sum() + right.bytes[group_s[start:stop]].max())
+        halves = left.half(pairs.train[start:stop]), right.half(pairs.serve[start:stop])
+        parts.append(Part(site, *halves, step_P[start:stop], memory))
+    return parts
 
 
-def _cache_for(data: list[SiteData], order: Int) -> int:
-    """Bytes of row groups to keep so that each is decoded once (if that is not too much) when read in this
-    order.
-
-    A row group is live from its first row in `order` to its last one. Twice the most that is live at any
-    time, because the cache keeps what was used last, live or not.
-    """
-    sizes = [group.rows * one.width * DTYPES[one.dtype].itemsize for one in data for group in one.groups]
-    starts = np.cumsum([0, *(group.rows for one in data for group in one.groups)])[:-1]
-    group_of = np.searchsorted(starts, order, side="right") - 1
+def _read_again(groups: _Groups, group_of: Int) -> Int:
+    """Bytes of row groups that both sides of a cut before each pair need, int64 [P]."""
     used, first = np.unique(group_of, return_index=True)
-    last = len(order) - 1 - np.unique(group_of[::-1], return_index=True)[1]
-    change = np.zeros(len(order) + 1, dtype=np.int64)
-    np.add.at(change, first, np.array(sizes, dtype=np.int64)[used])
-    np.add.at(change, last + 1, -np.array(sizes, dtype=np.int64)[used])
-    return min(LARGEST_CACHE_BYTES, TRAIN_CACHE_BYTES + 2 * int(np.cumsum(change).max()))
+    last = len(group_of) - 1 - np.unique(group_of[::-1], return_index=True)[1]
+    change = np.zeros(len(group_of) + 1, dtype=np.int64)
+    np.add.at(change, first + 1, groups.bytes[used])
+    np.add.at(change, last + 1, -groups.bytes[used])
+    return np.cumsum(change)[:-1]
 
 
-def _compared(total: Accumulator, at: Int) -> Compared:
-    worst = int(total.faulty_T.argmax()) if total.faulty_T.any() else int(total.rho.argmax())
-    return Compared(total.result(), int(at[worst]), total.largest_errors(), at)
+def compare_values(part: Part) -> dict[int, Sums]:
+    """Compare the exact values of a part, step by step: {step: sums over its pairs in the order of the part}.
+
+    Memory: the part's train side, one row group of the serve side, and some numbers a row. Both sides must hold
+    values, all of one width.
+    """
+    left = _Reader(part.train, part.bytes)
+    right = _Reader(part.serve, 0)
+    width = part.train.data[0].width
+    totals, place = {}, np.empty(len(part.step), dtype=np.int64)
+    for step in np.unique(part.step):
+        mine = np.flatnonzero(part.step == step)
+        place[mine] = np.arange(len(mine))
+        totals[int(step)] = Accumulator(width, len(mine), logits=part.site == "logits")
+    # in the order of the serve side, so that each of its row groups is decoded once
+    order = np.argsort(part.serve.index, kind="stable")
+    edges = np.flatnonzero(np.diff(_Groups(part.serve.data, part.serve.starts).of(part.serve.index[order]), prepend=-1))
+    rows = max(1, CHUNK_BYTES // (4 * max(1, width)))
+    for start, stop in zip(edges, [*edges[1:], len(order)], strict=True):
+        for first in range(int(start), int(stop), rows):
+            chunk = order[first : min(first + rows, int(stop))]
+            for step in np.unique(part.step[chunk]):
+                at = chunk[part.step[chunk] == step]
+                x_TW, y_TW = right.take(part.serve.index[at]), left.take(part.train.index[at])
+                totals[int(step)].add(x_TW, y_TW, place[at])
+    return {step: total.sums for step, total in totals.items()}
 
 
-def compare_statistics(train: Trace, serve: Trace, site: str, pairs: Pairs) -> dict[int, Compared]:
-    """Compare a site by the statistics of its rows, where a side holds no values; rho is a lower bound."""
-    width = train.site_data(site)[0].width
-    y, x = paired_statistics(train, site, pairs.train), paired_statistics(serve, site, pairs.serve)
+class SiteFold:
+    """One site on its way through the fold: give the result of `compare` for each part, in order, to `add`.
+
+    Attributes:
+        site: name of the site.
+        pairs: its pairs.
+        parts: what is to be compared.
+        compare: compares a part.
+    """
+
+    def __init__(self, site: str, pairs: Pairs, parts: list[Part], compare: Callable[[Part], Any]) -> None:
+        self.site = site
+        self.pairs = pairs
+        self.parts = parts
+        self.compare = compare
+
+    def add(self, partial: Any) -> None:
+        """Take the result of the next part."""
+        raise NotImplementedError
+
+    def result(self) -> dict[int, Compared]:
+        """The figures of each step, after the last part."""
+        raise NotImplementedError
+
+
+class ValuesFold(SiteFold):
+    """A site by its exact values. Both sides must hold them, all of one width."""
+
+    def __init__(self, train: Trace, serve: Trace, site: str, pairs: Pairs) -> None:
+        super().__init__(site, pairs, partition(train, serve, site, pairs), compare_values)
+        self._step_P = pairs.train_keys.step[pairs.train]
+        steps, counts = np.unique(self._step_P, return_counts=True)
+        width, logits = train.site_data(site)[0].width, site == "logits"
+        self._sums = {
+            int(step): Sums.zeros(int(count), width, logits=logits) for step, count in zip(steps, counts, strict=True)
+        }
+        self._filled = dict.fromkeys(self._sums, 0)
+
+    def add(self, partial: dict[int, Sums]) -> None:
+        """Take the sums of the next part."""
+        for step, sums in partial.items():
+            self._sums[step].put(self._filled[step], sums)
+            self._filled[step] += len(sums.error)
+
+    def result(self) -> dict[int, Compared]:
+        """The figures of each step."""
+        return {step: _compared(sums, np.flatnonzero(self._step_P == step)) for step, sums in self._sums.items()}
+
+
+def _compared(sums: Sums, at: Int) -> Compared:
+    worst = int(sums.faulty.argmax()) if sums.faulty.any() else int(sums.rho.argmax())
+    errors = sums.logits.largest_error if sums.logits else np.zeros(0)
+    return Compared(sums.result(), int(at[worst]), errors, at)
+
+
+class WholeSite(SiteFold):
+    """A site in one part, whose result is the site's: for what is small beside the values."""
+
+    def __init__(
+        self, train: Trace, serve: Trace, site: str, pairs: Pairs, compare: Callable[[Part], dict[int, Compared]]
+    ) -> None:
+        left = _Groups(train.site_data(site)).half(pairs.train, whole=True)
+        right = _Groups(serve.site_data(site)).half(pairs.serve, whole=True)
+        part = Part(site, left, right, pairs.train_keys.step[pairs.train], 64 * len(pairs))
+        super().__init__(site, pairs, [part], compare)
+        self._found: dict[int, Compared] = {}
+
+    def add(self, partial: dict[int, Compared]) -> None:
+        """Take the result of the only part."""
+        self._found = partial
+
+    def result(self) -> dict[int, Compared]:
+        """The figures of each step."""
+        return self._found
+
+
+def compare_statistics(part: Part) -> dict[int, Compared]:
+    """Compare a whole site by the statistics of its rows, where a side holds no values; rho is a lower bound."""
+    width = part.train.data[0].width
+    y, x = (statistics_of(half.data, half.index) for half in (part.train, part.serve))
     rho = stats_error(x, y, width)
-    step_P = pairs.train_keys.step[pairs.train]
     found = {}
-    for step in np.unique(step_P):
-        at = np.flatnonzero(step_P == step)
+    for step in np.unique(part.step):
+        at = np.flatnonzero(part.step == step)
         faulty = (x.nonfinite[at] > 0) | (y.nonfinite[at] > 0)
         metrics = Metrics(
             rows=len(at),
@@ -147,9 +295,9 @@ def compare_statistics(train: Trace, serve: Trace, site: str, pairs: Pairs) -> d
     return found
 
 
-def paired_statistics(trace: Trace, site: str, index: Int) -> Statistics:
+def statistics_of(data: Sequence[SiteData], index: Int) -> Statistics:
     """Statistics of some rows of a site, numbered through all its `SiteData`."""
-    parts = [read_statistics(one) for one in trace.site_data(site)]
+    parts = [read_statistics(one) for one in data]
     columns = [
         np.concatenate([getattr(part, name) for part in parts])[index]
         for name in ("norm", "absmax", "mean", "nonfinite")
@@ -168,7 +316,7 @@ def row_facts(train: Trace, serve: Trace, site: str, pairs: Pairs, pair: int) ->
             values.append(ValueReader(data, 0).take(np.array([local])))
             statistics = row_statistics(values[-1])
         else:
-            statistics = paired_statistics(trace, site, np.array([row]))
+            statistics = statistics_of(side, np.array([row]))
         facts.append({"shape": ["T", data.width], "dtype": data.dtype, **_plain(statistics)})
     if len(values) == 2:
         y, x = (to_float32(one)[0].astype(np.float64) for one in values)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from eagle_trace.capture import LEVELS
 from eagle_trace.errors import IncomparableError
-from eagle_trace.reader import SiteData, Trace
+from eagle_trace.reader import Trace
 from eagle_trace.sites import Site, sites_of
 from eagle_trace_analysis.acceptance import accept_length
 from eagle_trace_analysis.align import TOPK_SITES, Alignment, align, not_materialised
@@ -23,7 +23,8 @@ from eagle_trace_analysis.checks import (
     row_key,
     shapes_of,
 )
-from eagle_trace_analysis.compare import Compared, compare_statistics, compare_values, row_facts
+from eagle_trace_analysis.compare import Compared, SiteFold, ValuesFold, WholeSite, compare_statistics, row_facts
+from eagle_trace_analysis.fold import Executor, Threads, fold
 from eagle_trace_analysis.frontier import find_frontier, shape_order
 from eagle_trace_analysis.metrics import IdMetrics, Metrics
 from eagle_trace_analysis.pairs import SKIP_REASONS, Coverage, Pairs
@@ -47,7 +48,7 @@ _STATISTIC = {
 }
 
 
-def diff(train: Trace, serve: Trace, *, minimum_share: float = MINIMUM_SHARE) -> Diff:
+def diff(train: Trace, serve: Trace, *, minimum_share: float = MINIMUM_SHARE, executor: Executor | None = None) -> Diff:
     """Compare two traces of the same prompts and name the first place where they part.
 
     Works at the lower of the two levels: ``shapes`` compares shapes, presence, tokens and positions;
@@ -61,13 +62,15 @@ def diff(train: Trace, serve: Trace, *, minimum_share: float = MINIMUM_SHARE) ->
         minimum_share: share (0..1) of the serve side's comparable rows that must be matched before the traces
             can be said to agree. Rows that are skipped for a reason (`align.SKIP_REASONS`) are not
             comparable.
+        executor: who compares the values (`eagle_trace_analysis.fold`); the cores of this machine if None. The result
+            is the same to the last bit.
 
     Raises:
         IncomparableError: not one train and one serve trace, in this order.
         TraceError: a file cannot be read.
     """
     _check_sides(train, serve)
-    return _Comparison(train, serve).run(minimum_share)
+    return _Comparison(train, serve, executor or Threads()).run(minimum_share)
 
 
 def _check_sides(train: Trace, serve: Trace) -> None:
@@ -86,9 +89,10 @@ def _check_sides(train: Trace, serve: Trace) -> None:
 class _Comparison:
     """One run of `diff`."""
 
-    def __init__(self, train: Trace, serve: Trace) -> None:
+    def __init__(self, train: Trace, serve: Trace, executor: Executor) -> None:
         self.train = train
         self.serve = serve
+        self.executor = executor
         self.level = min(train.level, serve.level, key=LEVELS.index)
         self.notes: list[Note] = []
         self.benign: list[Note] = []
@@ -181,9 +185,8 @@ class _Comparison:
         self.benign += benign
         for step, result in positions.items():
             results["position", step] = result
-        for site in self.sites:
-            if site.kind == "value" and site.name not in faults:
-                results |= self._compare_site(site)
+        sites = [site for site in self.sites if site.kind == "value" and site.name not in faults]
+        results |= self._compare_values(sites)
         if self.level != "shapes" and not set(TOPK_SITES) & set(faults) and self._both_have(TOPK_SITES[0]):
             wrong = [
                 step for (site, step), result in results.items() if site == "logits" and result.verdict == "diverged"
@@ -194,7 +197,23 @@ class _Comparison:
     def _both_have(self, site: str) -> bool:
         return all(site in side for side in self.shapes)
 
-    def _compare_site(self, site: Site) -> Results:
+    def _compare_values(self, sites: Sequence[Site]) -> Results:
+        found: dict[str, Results] = {site.name: {} for site in sites}
+
+        def to_compare() -> Iterator[SiteFold]:
+            for site in sites:
+                site_or_why = self._site_fold(site)
+                if isinstance(site_or_why, SiteFold):
+                    yield site_or_why
+                else:
+                    found[site.name] = site_or_why
+
+        for done in fold(to_compare(), self.executor):
+            found[done.site] = self._results_of(done)
+        return {node: result for results in found.values() for node, result in results.items()}
+
+    def _site_fold(self, site: Site) -> SiteFold | Results:
+        """A site ready to be compared, or why it is not."""
         name = site.name
         first = 1 if site.steps == "later" else 0
         if not self._both_have(name):
@@ -209,21 +228,28 @@ class _Comparison:
         if len({one.width for side in data for one in side}) > 1:
             return {(name, first): SiteResult(name, first, reason="its shape changes from call to call on both sides")}
         pairs = self.alignment.pairs(name)
-        found: dict[int, Compared] = {}
-        if len(pairs):
-            found = _how_to_compare([one for side in data for one in side])(self.train, self.serve, name, pairs)
-        if name == "logits" and found:
+        if not len(pairs):
+            return {(name, step): self._result(name, step, pairs, None) for step in pairs.steps}
+        if all(one.has_values for side in data for one in side):
+            return ValuesFold(self.train, self.serve, name, pairs)
+        sketched = all(has_sketch(one) for side in data for one in side)
+        compare = compare_sketches if sketched else compare_statistics
+        return WholeSite(self.train, self.serve, name, pairs, compare)
+
+    def _results_of(self, site: SiteFold) -> Results:
+        found, pairs = site.result(), site.pairs
+        if site.site == "logits":
             parts = list(found.values())
             if all(len(part.largest_errors) for part in parts):
                 rows = np.concatenate([pairs.train[part.pairs] for part in parts])
                 self._logit_errors = rows, np.concatenate([part.largest_errors for part in parts])
-        dtypes = [one.dtype for side in data for one in side]
-        return {(name, step): self._result(name, step, pairs, found.get(step), dtypes) for step in pairs.steps}
+        return {(site.site, step): self._result(site.site, step, pairs, found.get(step)) for step in pairs.steps}
 
-    def _result(self, name: str, step: int, pairs: Pairs, found: Compared | None, dtypes: Sequence[str]) -> SiteResult:
+    def _result(self, name: str, step: int, pairs: Pairs, found: Compared | None) -> SiteResult:
         coverage = pairs.coverage(step)
         if found is None:
             return SiteResult(name, step, coverage, reason=_why_no_rows(coverage))
+        dtypes = [one.dtype for trace in (self.train, self.serve) for one in trace.site_data(name)]
         tolerance = self.tolerances.of(name, step, dtypes)
         metrics = found.metrics
         if metrics.basis == "sketch":
@@ -282,13 +308,6 @@ class _Comparison:
         digests = {self.train.manifest.prompts_digest, self.serve.manifest.prompts_digest}
         if len(digests) > 1 and "" not in digests:
             self.notes.append(Note("prompts-digest", "the two sides were recorded on different sets of prompts"))
-
-
-def _how_to_compare(data: Sequence[SiteData]) -> Callable[[Trace, Trace, str, Pairs], dict[int, Compared]]:
-    """The most exact comparison that all of `data` allows."""
-    if all(one.has_values for one in data):
-        return compare_values
-    return compare_sketches if all(map(has_sketch, data)) else compare_statistics
 
 
 def _numeric_divergence(

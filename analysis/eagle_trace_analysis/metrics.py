@@ -1,5 +1,4 @@
-"""Numbers about two sets of rows: x (serve) against y (train, the reference). Pure functions and one running
-sum.
+"""Numbers about two sets of rows: x (serve) against y (train, the reference). Pure functions; `sums` streams them.
 
 Conventions, everywhere: ``0 / 0 = 0`` (nothing there, nothing wrong) and ``x / 0 = inf`` (something where
     nothing
@@ -9,31 +8,35 @@ not hide what the rest of the row says; the same infinity on both sides (a maske
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from eagle_trace.capture import Array, Statistics
+from eagle_trace.capture import Statistics
 
 Float32 = NDArray[np.float32]
 Float64 = NDArray[np.float64]
 Int = NDArray[np.int64]
 Bool = NDArray[np.bool_]
 
-#: elements of one block. Four float32 buffers of a block (1 MB) stay in a core's L2 cache; smaller ones cost
-#: more in calls than they save (measured: 2^14 is a third slower, 2^18 falls out of L2 and is 40 % slower)
-BLOCK_ELEMENTS = 1 << 16
-#: rows whose energy is below this are summed in float64: their squares would underflow in float32
-_SMALL_POWER = 1e-16
-
 
 def ratio(numerator: Float64, denominator: Float64) -> Float64:
     """numerator / denominator for numbers >= 0, with 0/0 = 0 and x/0 = inf."""
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.where(numerator == 0, 0.0, numerator / denominator)
+
+
+def row_sums(a_TW: Float32) -> Float32:
+    """Sum of each row, float32 [T]; the same bits on every machine and with any number of threads.
+
+    As fast as BLAS, whose order of adding depends on the processor and on its threads (NumPy's own `sum` along a
+    row takes three times as long).
+    """
+    total: Float32 = np.einsum("tw->t", a_TW)
+    return total
 
 
 def relative_error(error: Float64, power: Float64) -> Float64:
@@ -62,8 +65,14 @@ def t_statistic(values: Float64) -> float:
 
 
 def quantile(values: Float64, q: float) -> float:
-    """Quantile, always one of the values (so infinities stay what they are); 0 if there are none."""
-    return float(np.quantile(values, q, method="higher")) if len(values) else 0.0
+    """Quantile, always one of the values (so infinities stay what they are); 0 if there are none.
+
+    That is ``np.quantile(values, q, method="higher")``, which takes ten times as long for a few hundred values.
+    """
+    if not len(values):
+        return 0.0
+    at = math.ceil(q * (len(values) - 1))
+    return float(np.partition(values, at)[at])
 
 
 def stats_error(x: Statistics, y: Statistics, width: int) -> Float64:
@@ -106,6 +115,17 @@ class Logits:
     margin: Float64
     flip: Bool
 
+    @classmethod
+    def zeros(cls, rows: int) -> Logits:
+        """Room for `rows` rows."""
+        kl, tv, largest_error, margin = np.zeros((4, rows))
+        return cls(kl, tv, largest_error, margin, np.zeros(rows, dtype=np.bool_))
+
+    def put(self, rows: slice | Int, part: Logits) -> None:
+        """Take `part` as the rows at `rows`."""
+        for name in ("kl", "tv", "largest_error", "margin", "flip"):
+            getattr(self, name)[rows] = getattr(part, name)
+
 
 def logit_metrics(x_TV: Float32, y_TV: Float32, scratch: Sequence[Float32] = ()) -> Logits:
     """Metrics of rows of logits [T, V]; -inf counts as probability zero (where both sides have it).
@@ -124,7 +144,7 @@ def logit_metrics(x_TV: Float32, y_TV: Float32, scratch: Sequence[Float32] = ())
         if not np.isfinite(d_TV.sum()):
             d_TV[~np.isfinite(d_TV)] = 0.0
         sum_p, sum_q = _exponentials(y_TV, top_y, p_TV), _exponentials(x_TV, top_x, q_TV)
-        mean_d = np.vecdot(p_TV, d_TV) / sum_p
+        mean_d = np.einsum("tv,tv->t", p_TV, d_TV) / sum_p
         kl = (top_x.astype(np.float64) - top_y) + np.log(sum_q / sum_p.astype(np.float64)) - mean_d
         np.multiply(p_TV, (1 / sum_p)[:, None], out=p_TV)
         np.multiply(q_TV, (1 / sum_q)[:, None], out=q_TV)
@@ -132,7 +152,7 @@ def logit_metrics(x_TV: Float32, y_TV: Float32, scratch: Sequence[Float32] = ())
         margin = top_y.astype(np.float64) - y_TV[rows, best_x]
     return Logits(
         kl=np.maximum(np.nan_to_num(kl), 0.0),
-        tv=0.5 * np.nan_to_num(p_TV @ np.ones(p_TV.shape[1], dtype=np.float32)).astype(np.float64),
+        tv=0.5 * np.nan_to_num(row_sums(p_TV)).astype(np.float64),
         largest_error=np.maximum(d_TV.max(axis=1), -d_TV.min(axis=1)).astype(np.float64),
         margin=np.nan_to_num(margin),
         flip=best_x != best_y,
@@ -142,8 +162,7 @@ def logit_metrics(x_TV: Float32, y_TV: Float32, scratch: Sequence[Float32] = ())
 def _exponentials(logits: Float32, top: Float32, out: Float32) -> Float32:
     """exp(logits - top) into `out`, and the sum of each row."""
     np.exp(np.subtract(logits, top[:, None], out=out), out=out)
-    total: Float32 = out @ np.ones(out.shape[1], dtype=np.float32)
-    return total
+    return row_sums(out)
 
 
 @dataclass(frozen=True)
@@ -206,173 +225,3 @@ class IdMetrics:
     differing: int
     excused: int = 0
     overlap: float | None = None
-
-
-@dataclass
-class _Buffers:
-    """Room for one block: x, y, their difference, squares."""
-
-    x: Float32
-    y: Float32
-    d: Float32
-    square: Float32
-
-    @classmethod
-    def of(cls, rows: int, width: int) -> _Buffers:
-        return cls(*(np.empty((rows, width), dtype=np.float32) for _ in range(4)))
-
-
-@dataclass
-class Accumulator:
-    """Sums over blocks of paired rows of one site and step; holds a few numbers a row and two a channel.
-
-    Blocks are float32 in cache; what is added up over blocks is float64. No float64 copy of a block is made
-    but for rows that are not finite or too small to square.
-
-    Args:
-        width: elements of a row, W.
-        rows: how many rows will be added.
-        logits: measure what only logits have.
-    """
-
-    width: int
-    rows: int
-    logits: bool = False
-    filled: int = 0
-    nonfinite_train: int = 0
-    nonfinite_serve: int = 0
-    _buffers: _Buffers = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.block_rows = max(1, BLOCK_ELEMENTS // max(1, self.width))
-        self._buffers = _Buffers.of(min(self.block_rows, max(1, self.rows)), self.width)
-        self._scratch = [np.empty_like(self._buffers.d) for _ in range(3 if self.logits else 0)]
-        self._ones_W = np.ones(self.width, dtype=np.float32)
-        self._ones_B = np.ones(self.block_rows, dtype=np.float32)
-        self.error_T = np.zeros(self.rows)
-        self.power_T = np.zeros(self.rows)
-        self.cross_T = np.zeros(self.rows)
-        self.sum_T = np.zeros(self.rows)
-        self.faulty_T = np.zeros(self.rows, dtype=np.bool_)
-        self.error_W = np.zeros(self.width)
-        self.power_W = np.zeros(self.width)
-        self.logit_rows: list[Logits] = []
-
-    def add(self, x_TW: Array, y_TW: Array) -> None:
-        """Add rows of x (serve) and y (train), [T, W] each, in any dtypes a trace holds."""
-        for start in range(0, len(y_TW), self.block_rows):
-            stop = start + self.block_rows
-            # overflow and NaN are found from the sums and dealt with; denormals do not matter
-            with np.errstate(over="ignore", invalid="ignore"):
-                self._add_block(x_TW[start:stop], y_TW[start:stop])
-
-    def _add_block(self, x_in: Array, y_in: Array) -> None:
-        count = len(y_in)
-        rows = slice(self.filled, self.filled + count)
-        self.filled += count
-        x, y = _widen(x_in, self._buffers.x), _widen(y_in, self._buffers.y)
-        d, square = self._buffers.d[:count], self._buffers.square[:count]
-        np.subtract(x, y, out=d)
-        error, error_W = self._squares(d, square)
-        power, power_W = self._squares(y, square)
-        cross, total = np.vecdot(d, y), d @ self._ones_W
-        odd = ~(error + power < np.inf) | (power < _SMALL_POWER)
-        if odd.any():
-            x, y = x.copy(), y.copy()
-            self._add_odd(x, y, np.flatnonzero(odd), rows.start)
-            d[odd] = 0.0
-            square_y = np.where(odd[:, None], np.float32(0), y)
-            _, error_W = self._squares(d, square)
-            _, power_W = self._squares(square_y, square)
-        usual = ~odd
-        self.error_T[rows][usual] = error[usual]
-        self.power_T[rows][usual] = power[usual]
-        self.cross_T[rows][usual] = cross[usual] + power[usual].astype(np.float64)
-        self.sum_T[rows][usual] = total[usual]
-        self.error_W += error_W
-        self.power_W += power_W
-        if self.logits:
-            self.logit_rows.append(logit_metrics(x, y, [one[:count] for one in self._scratch]))
-
-    def _squares(self, a: Float32, square: Float32) -> tuple[Float32, Float32]:
-        """Sums of squares of each row and of each channel, by matrix products (faster than einsum)."""
-        np.multiply(a, a, out=square)
-        return square @ self._ones_W, self._ones_B[: len(a)] @ square
-
-    def _add_odd(self, x: Float32, y: Float32, at: Int, first: int) -> None:
-        """Rows that are not finite, or cannot be squared in float32: in float64, cleaned in place."""
-        xs, ys = x[at].astype(np.float64), y[at].astype(np.float64)
-        bad_x, bad_y = ~np.isfinite(xs), ~np.isfinite(ys)
-        masked = (xs == ys) & bad_x
-        self.nonfinite_serve += int((bad_x & ~masked).sum())
-        self.nonfinite_train += int((bad_y & ~masked).sum())
-        rows = first + at
-        self.faulty_T[rows] = ((bad_x | bad_y) & ~masked).any(axis=1)
-        taken = bad_x | bad_y
-        xs[taken] = ys[taken] = 0.0
-        d = xs - ys
-        self.error_T[rows] = np.vecdot(d, d)
-        self.power_T[rows] = np.vecdot(ys, ys)
-        self.cross_T[rows] = np.vecdot(xs, ys)
-        self.sum_T[rows] = d.sum(axis=1)
-        self.error_W += np.einsum("tw,tw->w", d, d)
-        self.power_W += np.einsum("tw,tw->w", ys, ys)
-        # for logits: what was taken out has probability zero on both sides
-        low = np.float32(-np.inf) if self.logits else np.float32(0)
-        x[at] = np.where(taken, low, x[at])
-        y[at] = np.where(taken, low, y[at])
-
-    @property
-    def rho(self) -> Float64:
-        """Relative L2 error of each row added, float64 [rows]."""
-        return relative_error(self.error_T, self.power_T)
-
-    def result(self) -> Metrics:
-        """The figures over all rows added."""
-        rho, channel = self.rho, relative_error(self.error_W, self.power_W)
-        bias = self.sum_T / np.sqrt(max(1, self.width) * np.where(self.power_T == 0, 1.0, self.power_T))
-        return Metrics(
-            rows=self.filled,
-            rho_median=quantile(rho, 0.5),
-            rho_p99=quantile(rho, 0.99),
-            rho_max=quantile(rho, 1.0),
-            nonfinite_train=self.nonfinite_train,
-            nonfinite_serve=self.nonfinite_serve,
-            basis="values",
-            scale_median=quantile(scale_factor(self.cross_T, self.power_T), 0.5),
-            bias=float(bias.mean()) if len(bias) else 0.0,
-            bias_t=t_statistic(bias),
-            channel_median=quantile(channel, 0.5),
-            channel_p99=quantile(channel, 0.99),
-            channel_max=quantile(channel, 1.0),
-            channel_worst=int(channel.argmax()) if len(channel) else None,
-            **self._logit_figures(),
-        )
-
-    def _logit_figures(self) -> dict[str, Any]:
-        if not self.logit_rows:
-            return {}
-        kl = np.concatenate([block.kl for block in self.logit_rows])
-        tv = np.concatenate([block.tv for block in self.logit_rows])
-        return {
-            "kl_mean": float(kl.mean()),
-            "kl_max": float(kl.max()),
-            "tv_mean": float(tv.mean()),
-            "tv_max": float(tv.max()),
-            "flips": int(sum(block.flip.sum() for block in self.logit_rows)),
-            "largest_error": float(self.largest_errors().max()),
-        }
-
-    def largest_errors(self) -> Float64:
-        """Largest |x - y| of each row of logits, float64 [rows]; empty if `logits` is off."""
-        blocks = [block.largest_error for block in self.logit_rows]
-        return np.concatenate(blocks) if blocks else np.zeros(0)
-
-
-def _widen(block: Array, buffer: Float32) -> Float32:
-    """`block` as float32: itself, or copied into `buffer`."""
-    if block.dtype == np.float32:
-        return block.view(np.float32)
-    out = buffer[: len(block)]
-    np.copyto(out, block, casting="unsafe")
-    return out

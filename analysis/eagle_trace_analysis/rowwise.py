@@ -13,10 +13,11 @@ from numpy.typing import NDArray
 from eagle_trace.capture import Rows, Statistics
 from eagle_trace.reader import SiteData, Trace, ValueReader, open_trace, read_statistics
 from eagle_trace_analysis.align import Alignment, align, lookup, topk_starts
-from eagle_trace_analysis.metrics import Accumulator, stats_error
+from eagle_trace_analysis.metrics import stats_error
 from eagle_trace_analysis.pairs import Pairs
 from eagle_trace_analysis.result import Diff
 from eagle_trace_analysis.sketch import has_sketch, row_errors
+from eagle_trace_analysis.sums import Accumulator, Sums
 
 Float64 = NDArray[np.float64]
 Int = NDArray[np.int64]
@@ -143,11 +144,10 @@ class RowFigures:
         if found is None or not (found[2].has_values and found[3].has_values):
             return None
         column, pairs, left, right = found
-        total = _stream(left, right, pairs, logits=True)
+        figures = _stream(left, right, pairs, logits=True).logits
         kl, tv = np.full(len(rows), np.nan), np.full(len(rows), np.nan)
-        if len(pairs):
-            kl[column] = np.concatenate([block.kl for block in total.logit_rows])
-            tv[column] = np.concatenate([block.tv for block in total.logit_rows])
+        if figures is not None:
+            kl[column], tv[column] = figures.kl, figures.tv
         return kl, tv
 
     def best_tokens(self, rows: Rows) -> BestTokens:
@@ -177,14 +177,14 @@ class RowFigures:
         return column[at], chosen, sides[0][0], sides[1][0]
 
 
-def _stream(left: SiteData, right: SiteData, pairs: Pairs, *, logits: bool = False) -> Accumulator:
+def _stream(left: SiteData, right: SiteData, pairs: Pairs, *, logits: bool = False) -> Sums:
     total = Accumulator(left.width, len(pairs), logits=logits)
     y, x = ValueReader(left), ValueReader(right)
     rows = max(1, _CHUNK_BYTES // (4 * max(1, left.width)))
     for start in range(0, len(pairs), rows):
         part = slice(start, start + rows)
         total.add(x.take(pairs.serve[part]), y.take(pairs.train[part]))
-    return total
+    return total.sums
 
 
 def _at(every: Statistics, index: Int) -> Statistics:

@@ -17,6 +17,7 @@ A row of at most 64 elements is its own sketch: nothing is estimated there.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from math import sqrt
 from statistics import NormalDist
@@ -25,11 +26,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eagle_trace.capture import Statistics
-from eagle_trace.reader import SiteData, SketchReader, Trace
+from eagle_trace.reader import SiteData, SketchReader
 from eagle_trace.sketch import BUCKETS, buckets, stored_dtype
-from eagle_trace_analysis.compare import CHUNK_BYTES, Compared, paired_statistics
-from eagle_trace_analysis.metrics import Accumulator, Metrics, quantile, relative_error, scale_factor, t_statistic
-from eagle_trace_analysis.pairs import Pairs
+from eagle_trace_analysis.compare import CHUNK_BYTES, Compared, Part, statistics_of
+from eagle_trace_analysis.metrics import Metrics, quantile, relative_error, scale_factor, t_statistic
+from eagle_trace_analysis.sums import Accumulator, Sums
 from eagle_trace_analysis.tolerance import FACTOR, SCALE, Tolerance, analytic_floor
 
 Float64 = NDArray[np.float64]
@@ -50,16 +51,15 @@ def has_sketch(data: SiteData) -> bool:
     return data.has_sketch or data.has_values
 
 
-def compare_sketches(train: Trace, serve: Trace, site: str, pairs: Pairs) -> dict[int, Compared]:
-    """Compare a site step by step by the sketches of its rows; both sides hold sketches or values, of one width."""
-    left, right = train.site_data(site), serve.site_data(site)
-    y, x = paired_statistics(train, site, pairs.train), paired_statistics(serve, site, pairs.serve)
-    step_P = pairs.train_keys.step[pairs.train]
+def compare_sketches(part: Part) -> dict[int, Compared]:
+    """Compare a whole site by the sketches of its rows; both sides hold sketches or values, of one width."""
+    left, right = part.train.data, part.serve.data
+    y, x = (statistics_of(half.data, half.index) for half in (part.train, part.serve))
     found = {}
-    for step in np.unique(step_P):
-        at = np.flatnonzero(step_P == step)
+    for step in np.unique(part.step):
+        at = np.flatnonzero(part.step == step)
         ys, xs = _at(y, at), _at(x, at)
-        total = _accumulate(left, right, pairs.train[at], pairs.serve[at])
+        total = _accumulate(left, right, part.train.index[at], part.serve.index[at])
         rho = estimated_rho(total, ys)
         faulty = (xs.nonfinite > 0) | (ys.nonfinite > 0)
         worst = int(faulty.argmax()) if faulty.any() else int(rho.argmax())
@@ -67,9 +67,9 @@ def compare_sketches(train: Trace, serve: Trace, site: str, pairs: Pairs) -> dic
     return found
 
 
-def estimated_rho(total: Accumulator, y: Statistics) -> Float64:
+def estimated_rho(total: Sums, y: Statistics) -> Float64:
     """|Sx - Sy| / |y| of the rows added, float64 [rows]."""
-    return relative_error(total.error_T, y.norm**2)
+    return relative_error(total.error, y.norm**2)
 
 
 def row_errors(left: SiteData, right: SiteData, train: Int, serve: Int, y: Statistics) -> Float64:
@@ -77,20 +77,20 @@ def row_errors(left: SiteData, right: SiteData, train: Int, serve: Int, y: Stati
     return estimated_rho(_accumulate([left], [right], train, serve), y)
 
 
-def _accumulate(left: list[SiteData], right: list[SiteData], train: Int, serve: Int) -> Accumulator:
+def _accumulate(left: Sequence[SiteData], right: Sequence[SiteData], train: Int, serve: Int) -> Sums:
     total = Accumulator(buckets(left[0].width), len(train))
     y, x = _Rows(left), _Rows(right)
     rows = max(1, CHUNK_BYTES // (4 * max(1, left[0].width)))
     for start in range(0, len(train), rows):
         part = slice(start, start + rows)
         total.add(x.take(serve[part]), y.take(train[part]))
-    return total
+    return total.sums
 
 
 class _Rows:
     """Sketches of a site, numbered through all its `SiteData`."""
 
-    def __init__(self, data: list[SiteData]) -> None:
+    def __init__(self, data: Sequence[SiteData]) -> None:
         self._readers = [SketchReader(one) for one in data]
         self._starts = np.cumsum([0, *(one.rows for one in data)])[:-1]
 
@@ -104,7 +104,7 @@ class _Rows:
         return out
 
 
-def sketch_metrics(total: Accumulator, rho: Float64, x: Statistics, y: Statistics, width: int) -> Metrics:
+def sketch_metrics(total: Sums, rho: Float64, x: Statistics, y: Statistics, width: int) -> Metrics:
     """The figures of one site and step.
 
     Args:
@@ -113,10 +113,10 @@ def sketch_metrics(total: Accumulator, rho: Float64, x: Statistics, y: Statistic
         x, y: statistics of the serve and the train rows.
         width: elements of a row.
     """
-    channel = relative_error(total.error_W, total.power_W)
+    channel = relative_error(total.channel_error, total.channel_power)
     power = y.norm**2
     # <x, y> = (|x|^2 + |y|^2 - |x - y|^2) / 2
-    cross = (x.norm**2 + power - total.error_T) / 2
+    cross = (x.norm**2 + power - total.error) / 2
     bias = (x.mean - y.mean) * sqrt(width) / np.where(power == 0, 1.0, y.norm)
     return Metrics(
         rows=len(rho),

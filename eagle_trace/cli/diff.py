@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from eagle_trace.errors import OutputExistsError, UsageError
+
+if TYPE_CHECKING:
+    from eagle_trace_analysis.fold import Executor
 
 
 class Format(StrEnum):
@@ -56,6 +60,16 @@ def diff(
         Path | None, typer.Option(help="Target, if no longer where the traces say.", show_default=False)
     ] = None,
     allow_partial: Annotated[bool, typer.Option("--allow-partial", help="Read what is whole of a trace.")] = False,
+    workers: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Threads that compare values; as many as there are cores if not set.", show_default=False
+        ),
+    ] = None,
+    scheduler: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="Compare on this Dask cluster (tcp://host:8786) instead.", show_default=False),
+    ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace --out if it exists.")] = False,
 ) -> None:
     """Compare two traces and name the first place where they part.
@@ -70,6 +84,8 @@ def diff(
     from eagle_trace_analysis.report.text import print_diff, render
 
     _check_out(out, force=force)
+    if workers is not None and scheduler is not None:
+        raise UsageError("--workers counts threads of this machine and --scheduler names a cluster: give one of them")
     if format is Format.html:
         from eagle_trace_analysis.report.html import render_html, require_plotly
 
@@ -80,7 +96,8 @@ def diff(
     for folder in (train_draft, serve_draft, target):
         if folder is not None and not folder.is_dir():
             raise UsageError(f"{folder} is no folder: give the folder of a checkpoint")
-    result = compare(*traces, minimum_share=minimum_share)
+    with _executor(workers, scheduler) as executor:
+        result = compare(*traces, minimum_share=minimum_share, executor=executor)
     if diagnose:
         from eagle_trace_analysis.diagnose import Checkpoints, diagnosed
 
@@ -97,6 +114,12 @@ def diff(
     else:
         print_diff(result, sites=sites.value)
     raise typer.Exit(result.exit_status)
+
+
+def _executor(workers: int | None, scheduler: str | None) -> AbstractContextManager[Executor]:
+    from eagle_trace_analysis.fold import Dask, Threads
+
+    return nullcontext(Threads(workers)) if scheduler is None else Dask(scheduler)
 
 
 def _check_out(out: Path | None, *, force: bool) -> None:

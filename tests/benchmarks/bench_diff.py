@@ -1,19 +1,27 @@
 """How fast and in how much memory two traces are diffed, beside a bare numpy pass over the same bytes.
 
-    python tests/benchmarks/bench_diff.py [LARGEST_MB] [--dtype float32] [--hidden 2048] [--keep DIR]
+    python tests/benchmarks/bench_diff.py [MB ...] [--dtype float32] [--hidden 2048] [--workers N] [--rows 200000]
 
-The bare pass is what anyone would write by hand: read both sites, subtract, norm. Each measurement runs in a
-process of its own, so that peak memory is its own too. The rate counts the value bytes of both traces.
+The bare pass is what anyone would write by hand: read both sites, subtract, norm. Each measurement runs in
+processes of its own, so that peak memory is its own too, the two kinds in turn, because machines are shared; the
+fastest counts. The rate counts the value bytes of both traces; the ratios are the bare pass's seconds, and its seconds
+of all cores, over the diff's. With --rows, also a pair of many short captures:
+57 sites of 8 elements, where aligning and the best ids take the time.
 """
 
 from __future__ import annotations
 
 import argparse
 import multiprocessing
+import os
+import shutil
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -26,6 +34,8 @@ from eagle_trace.writer import TraceWriter, prepare_output
 VOCAB = 32_000
 CHUNK = 256
 REPEATS = 3
+ROUNDS = 2
+ROOTS, STEPS, TOP = 25, 4, 10
 
 
 def site_widths(hidden: int) -> dict[str, int]:
@@ -83,6 +93,44 @@ def make_trace(path: Path, side: str, rows: int, hidden: int, dtype: str) -> Non
     writer.seal()
 
 
+def make_short(path: Path, side: str, rows: int) -> None:
+    """Many short captures: `rows` rows of steps 0 to 3 with their best ids; serve takes 32 prompts at a time."""
+    prepare_output(path)
+    writer = TraceWriter(path, Manifest(side, "values", "bench", dtype="float32", prompts_digest="bench"))  # type: ignore[arg-type]
+    prompts = rows // (ROOTS * STEPS)
+    for number in range(prompts):
+        tokens = np.arange(ROOTS + 1)
+        writer.put_record(
+            "prompts",
+            {"prompt_id": number, "prompt_key": f"p{number}", "token_ids": tokens, "num_prompt_tokens": ROOTS // 2},
+        )
+    sites = [site.name for site in draft_sites(3, 3) if site.kind == "value"]
+    together = 1 if side == "train" else 32
+    calls = 0
+    for first in range(0, prompts, together):
+        batch = np.arange(first, min(first + together, prompts))
+        for step in range(STEPS):
+            prompt, root = (grid.reshape(-1) for grid in np.meshgrid(batch, np.arange(ROOTS), indexing="ij"))
+            count = len(root)
+            keys = Rows.build(
+                prompt_id=prompt.astype(np.int32),
+                root=root.astype(np.int32),
+                step=np.full(count, step, dtype=np.int32),
+                token_id=(root + step + 1).astype(np.int32),
+                position=(root + step).astype(np.int32),
+                call_id=calls,
+                path=(root[:, None] + 2 + np.arange(step)).astype(np.int32),
+            )
+            calls += 1
+            writer.put_rows(keys)
+            values = np.sin(np.arange(8) + (root + prompt)[:, None]).astype(np.float32)
+            for site in sites:
+                writer.put_values(site, keys, values.copy())
+            ids = np.tile(np.arange(TOP), (count, 1))
+            writer.put_topk(keys, ids, ids, -ids.astype(np.float32), -ids.astype(np.float32))
+    writer.seal()
+
+
 def bare_pass(train: Path, serve: Path) -> None:
     """Read both files of every site, subtract, norm."""
     import pyarrow.parquet as pq
@@ -100,76 +148,109 @@ def bare_pass(train: Path, serve: Path) -> None:
             np.linalg.norm(x - y, axis=1) / np.linalg.norm(y, axis=1)
 
 
-def run_diff(train: Path, serve: Path) -> None:
+def run_diff(train: Path, serve: Path, workers: int | None = None) -> None:
     """The diff."""
     from eagle_trace_analysis import diff
+    from eagle_trace_analysis.fold import Threads
 
-    result = diff(open_trace(train), open_trace(serve))
+    result = diff(open_trace(train), open_trace(serve), executor=Threads(workers))
     if result.verdict != "agree":
         raise SystemExit(f"the benchmark's traces should agree: {result.first_divergence or result.incomparable}")
 
 
-def _child(work: Callable[[Path, Path], None], train: Path, serve: Path, connection: object) -> None:
-    # the first pass warms the page cache and the imports; of the others the fastest counts (machines are
-    # shared)
+@dataclass(frozen=True)
+class Taken:
+    """What a piece of work took: seconds, seconds of all cores, and peak memory of its process in MB."""
+
+    wall: float
+    cpu: float
+    peak: float
+
+    @classmethod
+    def least(cls, several: Iterable[Taken]) -> Taken:
+        """The fastest, in the memory of the largest."""
+        every = list(several)
+        return cls(min(one.wall for one in every), min(one.cpu for one in every), max(one.peak for one in every))
+
+
+def _child(work: Callable[[Path, Path], None], train: Path, serve: Path, connection: Any) -> None:
+    # the first pass warms the page cache and the imports
     work(train, serve)
     taken = []
     for _ in range(REPEATS):
-        started = time.perf_counter()
+        wall, cpu = time.perf_counter(), time.process_time()
         work(train, serve)
-        taken.append(time.perf_counter() - started)
+        taken.append((time.perf_counter() - wall, time.process_time() - cpu))
     # not getrusage: its maximum starts from the parent's size at the time of the fork
     status = Path("/proc/self/status").read_text()
-    peak = next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM:"))
-    connection.send((min(taken), peak / 1024))  # type: ignore[attr-defined]
+    peak = next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM:")) / 1024
+    connection.send(Taken.least(Taken(*times, peak) for times in taken))
 
 
-def measure(work: Callable[[Path, Path], None], train: Path, serve: Path) -> tuple[float, float]:
-    """Seconds and peak memory (MB) of `work` in a process of its own."""
+def measure(work: Callable[[Path, Path], None], train: Path, serve: Path) -> Taken:
+    """What `work` takes in a process of its own."""
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_child, args=(work, train, serve, sender))
     process.start()
     sender.close()
-    taken: tuple[float, float] = receiver.recv()
+    taken: Taken = receiver.recv()
     process.join()
     return taken
+
+
+def compare_at(size: int, folder: Path, options: argparse.Namespace) -> None:
+    """Print one line for a pair of `size` MB."""
+    row_bytes = sum(site_widths(options.hidden).values()) * DTYPES[options.dtype].itemsize
+    rows = max(1, int(size * 1e6 / row_bytes / 2))
+    pair = folder / f"train-{size}.trace", folder / f"serve-{size}.trace"
+    for path, side in zip(pair, ("train", "serve"), strict=True):
+        make_trace(path, side, rows, options.hidden, options.dtype)
+    works = (bare_pass, partial(run_diff, workers=1), partial(run_diff, workers=options.workers))
+    rounds = [[measure(work, *pair) for work in works] for _ in range(ROUNDS)]
+    bare, *diffs = (Taken.least(found) for found in zip(*rounds, strict=True))
+    total = 2 * rows * row_bytes / 1e9
+    print(
+        f"{total * 1e3:8.0f} {rows:7d} | {bare.wall:7.2f} {bare.cpu:7.2f} {total / bare.wall:6.2f} {bare.peak:6.0f}",
+        *(
+            f"{one.wall:7.2f} {one.cpu:7.2f} {one.peak:6.0f} {bare.wall / one.wall:6.2f} {bare.cpu / one.cpu:7.2f}"
+            for one in diffs
+        ),
+        sep=" | ",
+        flush=True,
+    )
+    for path in pair:
+        shutil.rmtree(path)
 
 
 def main() -> None:
     """Print one line a trace size."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("largest", nargs="?", type=int, default=400, help="largest pair, MB of values on both sides")
+    parser.add_argument("sizes", nargs="*", type=int, default=[100, 400], help="MB of values on both sides")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
     parser.add_argument("--hidden", type=int, default=2048)
-    parser.add_argument("--keep", type=Path, help="folder for the traces (default: a temporary one)")
+    parser.add_argument("--workers", type=int, help="threads of the diff (default: as many as cores)")
+    parser.add_argument("--rows", type=int, default=20_000, help="rows of the pair of short captures; 0 for none")
+    parser.add_argument("--folder", type=Path, help="where to put the traces (default: a temporary folder)")
     options = parser.parse_args()
-    row_bytes = sum(site_widths(options.hidden).values()) * DTYPES[options.dtype].itemsize
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = options.keep or Path(temporary)
+    # as `eagle-trace diff` does; the pass by hand calls no BLAS
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    with tempfile.TemporaryDirectory(dir=options.folder) as temporary:
+        print(f"{options.dtype}, hidden {options.hidden}; peak memory includes Python itself")
+        print(f"{'':16} | {'bare numpy pass':>29} | {'diff, one thread':>37} | {'diff, threads':>37}")
         print(
-            f"{options.dtype}, hidden {options.hidden}, {row_bytes / 1e3:.0f} kB a row; "
-            "peak memory includes Python itself"
+            f"{'pair MB':>8} {'rows':>7} | {'s':>7} {'cpu s':>7} {'GB/s':>6} {'MB':>6}",
+            *[f"{'s':>7} {'cpu s':>7} {'MB':>6} {'ratio':>6} {'cpu':>7}"] * 2,
+            sep=" | ",
         )
-        print(
-            f"{'pair MB':>8} {'rows':>7} {'bare s':>7} {'GB/s':>6} {'MB':>6} "
-            f"{'diff s':>7} {'GB/s':>6} {'MB':>6} {'ratio':>6}"
-        )
-        size = 100
-        while size <= options.largest:
-            rows = max(1, int(size * 1e6 / row_bytes / 2))
-            pair = [folder / f"{side}-{size}.trace" for side in ("train", "serve")]
+        for size in options.sizes:
+            compare_at(size, Path(temporary), options)
+        if options.rows:
+            pair = Path(temporary) / "train.trace", Path(temporary) / "serve.trace"
             for path, side in zip(pair, ("train", "serve"), strict=True):
-                make_trace(path, side, rows, options.hidden, options.dtype)
-            total = 2 * rows * row_bytes / 1e9
-            bare, bare_memory = measure(bare_pass, *pair)
-            taken, memory = measure(run_diff, *pair)
-            print(
-                f"{total * 1e3:8.0f} {rows:7d} {bare:7.2f} {total / bare:6.2f} {bare_memory:6.0f} "
-                f"{taken:7.2f} {total / taken:6.2f} {memory:6.0f} {bare / taken:6.2f}",
-                flush=True,
-            )
-            size *= 2
+                make_short(path, side, options.rows)
+            taken = measure(partial(run_diff, workers=options.workers), *pair)
+            print(f"{options.rows} rows at 57 sites: {taken.wall:.2f} s, cpu {taken.cpu:.2f} s, {taken.peak:.0f} MB")
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ recorded.
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 
 import ml_dtypes
@@ -14,7 +15,16 @@ from eagle_trace import Trace, open_trace, writer
 from eagle_trace.capture import Rows
 from eagle_trace.manifest import Manifest
 from eagle_trace_analysis import align, compare
-from eagle_trace_analysis.compare import compare_statistics, compare_values, row_facts
+from eagle_trace_analysis.compare import (
+    Compared,
+    SiteFold,
+    ValuesFold,
+    WholeSite,
+    compare_statistics,
+    partition,
+    row_facts,
+)
+from eagle_trace_analysis.fold import Serial, fold
 
 COUNT, WIDTH = 700, 24
 Data = tuple[np.ndarray, np.ndarray]
@@ -24,6 +34,15 @@ Data = tuple[np.ndarray, np.ndarray]
 def small_row_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writer, "ROW_GROUP_BYTES", 40 * WIDTH)
     monkeypatch.setattr(compare, "CHUNK_BYTES", 30 * 4 * WIDTH)
+
+
+def compared(site: SiteFold) -> dict[int, Compared]:
+    (done,) = fold([site], Serial())
+    return done.result()
+
+
+def compare_values(train: Trace, serve: Trace) -> dict[int, Compared]:
+    return compared(ValuesFold(train, serve, "embed", align(train, serve).pairs("embed")))
 
 
 def make(path: Path, side: str, rows: Rows, values: np.ndarray, sizes: tuple[int, ...], *dtypes: type) -> Trace:
@@ -67,7 +86,7 @@ def test_any_order_and_any_grouping_gives_the_same_numbers(
     train = make(tmp_path / "train", "train", rows_of(np.arange(COUNT)), y, (7, 90, 1), *dtypes)
     serve = make(tmp_path / "serve", "serve", rows_of(order), x[order], (64, 3), np.float32)
     assert len(train.site_data("embed")[0].groups) > 10
-    found = compare_values(train, serve, "embed", align(train, serve).pairs("embed"))
+    found = compare_values(train, serve)
     for step in range(3):
         mine = np.arange(COUNT) % 3 == step
         rho = np.linalg.norm(x[mine] - y[mine], axis=1) / np.linalg.norm(y[mine], axis=1)
@@ -87,8 +106,9 @@ def test_the_worst_row_is_found_with_both_sides_facts(tmp_path: Path, data: Data
     train = make(tmp_path / "train", "train", rows_of(np.arange(COUNT)), y, (50,), np.float32)
     serve = make(tmp_path / "serve", "serve", rows_of(order), x[order], (64,), np.float32)
     pairs = align(train, serve).pairs("embed")
-    for work in (compare_values, compare_statistics):
-        worst = work(train, serve, "embed", pairs)[301 % 3].worst
+    by_values = ValuesFold(train, serve, "embed", pairs)
+    for site in (by_values, WholeSite(train, serve, "embed", pairs, compare_statistics)):
+        worst = compared(site)[301 % 3].worst
         assert pairs.train_keys.root[pairs.train[worst]] == 301
     left, right = row_facts(train, serve, "embed", pairs, worst)
     assert (left["element"], left["element_value"], right["element_value"]) == (5, y[301, 5], 100.0)
@@ -106,17 +126,65 @@ def test_each_row_group_is_decoded_once(tmp_path: Path, data: Data, monkeypatch:
     decoded: list[int] = []
     original = sitedata._decode
     monkeypatch.setattr(sitedata, "_decode", lambda *args: (decoded.append(1), original(*args))[1])
-    compare_values(train, serve, "embed", align(train, serve).pairs("embed"))
+    compare_values(train, serve)
     groups = sum(len(one.groups) for trace in (train, serve) for one in trace.site_data("embed"))
     assert len(decoded) == groups
 
 
-def test_the_cache_is_as_large_as_the_order_needs(tmp_path: Path, data: Data) -> None:
-    _, y = data
-    trace = make(tmp_path / "train", "train", rows_of(np.arange(COUNT)), y, (50,), np.float32)
-    side = trace.site_data("embed")
-    largest = max(group.rows for group in side[0].groups) * 4 * WIDTH
-    in_order = compare._cache_for(side, np.arange(COUNT)) - compare.TRAIN_CACHE_BYTES
-    shuffled = compare._cache_for(side, np.random.default_rng(0).permutation(COUNT)) - compare.TRAIN_CACHE_BYTES
-    assert in_order == 2 * largest
-    assert 0.9 * 2 * y.nbytes < shuffled <= 2 * y.nbytes
+# ---- parts
+
+
+def parts_of(train: Trace, serve: Trace) -> list[compare.Part]:
+    return partition(train, serve, "embed", align(train, serve).pairs("embed"))
+
+
+@pytest.mark.parametrize("dtypes", [(np.float32,), (np.float32, ml_dtypes.bfloat16)], ids=["one-dtype", "two-dtypes"])
+def test_parts_are_bounded_and_hold_every_pair_once(
+    tmp_path: Path, data: Data, dtypes: tuple[type, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, y = data
+    monkeypatch.setattr(compare, "PART_BYTES", 100 * 4 * WIDTH)
+    train = make(tmp_path / "train", "train", rows_of(np.arange(COUNT)), y, (20,), *dtypes)
+    serve = make(tmp_path / "serve", "serve", rows_of(np.arange(COUNT)), x, (30,), np.float32)
+    parts = parts_of(train, serve)
+    assert len(parts) >= 4
+    assert np.array_equal(np.concatenate([part.train.index for part in parts]), np.arange(COUNT))
+    groups = [group.rows for one in train.site_data("embed") for group in one.groups]
+    assert all(len(part.step) < 2 * (100 + max(groups)) for part in parts)
+    for part in parts:
+        needed = sum(group.rows for one in part.train.data for group in one.groups)
+        assert needed < len(part.step) + 2 * max(groups), "a part names the row groups it needs, not all of them"
+
+
+def test_a_part_grows_where_a_cut_would_read_the_other_side_twice(
+    tmp_path: Path, data: Data, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, y = data
+    monkeypatch.setattr(compare, "PART_BYTES", 50 * 4 * WIDTH)
+    # the server took prompts in waves of 200 rows, in any order within a wave
+    waves = np.arange(COUNT)
+    for start in range(0, COUNT, 200):
+        np.random.default_rng(start).shuffle(waves[start : start + 200])
+    train = make(tmp_path / "train", "train", rows_of(np.arange(COUNT)), y, (20,), np.float32)
+    serve = make(tmp_path / "serve", "serve", rows_of(waves), x[waves], (20,), np.float32)
+    cuts = np.cumsum([len(part.step) for part in parts_of(train, serve)])
+    assert len(cuts) == 4
+    assert np.abs(cuts - [200, 400, 600, COUNT]).max() <= 20
+    monkeypatch.setattr(compare, "LARGEST_PART_BYTES", 100 * 4 * WIDTH)
+    assert max(len(part.step) for part in parts_of(train, serve)) == 100
+
+
+def test_small_parts_give_the_numbers_of_one_part(tmp_path: Path, data: Data, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, y = data
+    order = np.random.default_rng(3).permutation(COUNT)
+    train = make(tmp_path / "train", "train", rows_of(np.arange(COUNT)), y, (20,), np.float32)
+    serve = make(tmp_path / "serve", "serve", rows_of(order), x[order], (30,), np.float32)
+    whole = compare_values(train, serve)
+    monkeypatch.setattr(compare, "LARGEST_PART_BYTES", 50 * 4 * WIDTH)
+    assert len(parts_of(train, serve)) > 10
+    for step, found in compare_values(train, serve).items():
+        assert np.array_equal(found.pairs, whole[step].pairs)
+        assert found.worst == whole[step].worst
+        for name, value in asdict(found.metrics).items():
+            expected = getattr(whole[step].metrics, name)
+            assert value == (pytest.approx(expected, rel=1e-5) if isinstance(value, float) else expected), name

@@ -7,23 +7,25 @@ import numpy as np
 import pytest
 
 from eagle_trace.capture import row_statistics
-from eagle_trace_analysis import metrics
+from eagle_trace_analysis import sums
 from eagle_trace_analysis.metrics import (
-    Accumulator,
     counted_flips,
     logit_metrics,
+    quantile,
     ratio,
     relative_error,
     stats_error,
+    t_statistic,
 )
+from eagle_trace_analysis.sums import Accumulator, Sums
 
 
-def accumulate(x: np.ndarray, y: np.ndarray, *, logits: bool = False, split: int | None = None) -> Accumulator:
+def accumulate(x: np.ndarray, y: np.ndarray, *, logits: bool = False, split: int | None = None) -> Sums:
     total = Accumulator(y.shape[1], len(y), logits=logits)
     for start in range(0, len(y), split or len(y)):
         stop = start + (split or len(y))
         total.add(x[start:stop], y[start:stop])
-    return total
+    return total.sums
 
 
 def pair(rows: int = 40, width: int = 96, error: float = 1e-3, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
@@ -35,7 +37,7 @@ def pair(rows: int = 40, width: int = 96, error: float = 1e-3, seed: int = 0) ->
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
 @pytest.mark.parametrize("split", [None, 1, 7])
 def test_sums_are_those_of_float64(dtype: type, split: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics, "BLOCK_ELEMENTS", 1000)
+    monkeypatch.setattr(sums, "BLOCK_ELEMENTS", 1000)
     x, y = (side.astype(dtype) for side in pair(error=0.05))
     total = accumulate(x, y, split=split)
     x, y = x.astype(np.float64), y.astype(np.float64)
@@ -51,6 +53,15 @@ def test_sums_are_those_of_float64(dtype: type, split: int | None, monkeypatch: 
     bias = (x - y).mean(axis=1) / np.sqrt((y * y).mean(axis=1))
     assert found.bias == pytest.approx(bias.mean(), rel=1e-3)
     assert found.bias_t == pytest.approx(bias.mean() / (bias.std(ddof=1) / np.sqrt(len(bias))), rel=1e-3)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 100, 101, 4097])
+def test_a_quantile_is_numpys_higher_one(count: int) -> None:
+    values = np.random.default_rng(count).standard_normal(count)
+    values[count // 2] = np.inf
+    for q in (0.0, 0.5, 0.99, 1.0):
+        assert quantile(values, q) == np.quantile(values, q, method="higher")
+    assert quantile(np.zeros(0), 0.5) == 0.0
 
 
 def test_zero_over_zero_is_zero_and_something_over_zero_is_infinite() -> None:
@@ -88,7 +99,7 @@ def test_non_finite_elements_are_counted_and_do_not_hide_the_rest() -> None:
     total = accumulate(x, y)
     found = total.result()
     assert (found.nonfinite_train, found.nonfinite_serve) == (1, 2)
-    assert np.flatnonzero(total.faulty_T).tolist() == [3, 7]
+    assert np.flatnonzero(total.faulty).tolist() == [3, 7]
     assert found.rho_median == pytest.approx(clean.rho_median, rel=0.1)
     assert found.channel_median == pytest.approx(clean.channel_median, rel=0.1)
     assert np.isfinite([found.rho_max, found.channel_max, found.bias]).all()
@@ -133,11 +144,11 @@ def test_one_huge_channel_does_not_hide_504_of_512_wrong_ones() -> None:
 
 
 def test_a_constant_bias_has_an_infinite_t_and_noise_a_small_one() -> None:
-    assert metrics.t_statistic(np.full(5, 0.5)) == np.inf
-    assert metrics.t_statistic(np.full(5, -0.5)) == -np.inf
-    assert metrics.t_statistic(np.zeros(5)) == 0.0
-    assert abs(metrics.t_statistic(np.random.default_rng(0).standard_normal(1000))) < 4
-    assert metrics.t_statistic(np.ones(1)) == 0.0
+    assert t_statistic(np.full(5, 0.5)) == np.inf
+    assert t_statistic(np.full(5, -0.5)) == -np.inf
+    assert t_statistic(np.zeros(5)) == 0.0
+    assert abs(t_statistic(np.random.default_rng(0).standard_normal(1000))) < 4
+    assert t_statistic(np.ones(1)) == 0.0
 
 
 def test_logit_metrics_are_those_of_the_softmax() -> None:
@@ -193,5 +204,5 @@ def test_statistics_never_show_more_than_the_values() -> None:
 
 
 def test_nothing_added_gives_a_result_all_the_same() -> None:
-    found = Accumulator(4, 0).result()
+    found = Accumulator(4, 0).sums.result()
     assert (found.rows, found.rho_max, found.bias_t) == (0, 0.0, 0.0)

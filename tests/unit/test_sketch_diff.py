@@ -16,13 +16,14 @@ from eagle_trace.capture import Rows
 from eagle_trace.sketch import reduce_rows, unscale
 from eagle_trace_analysis import Diff, diff
 from eagle_trace_analysis.diagnose import Checkpoints, diagnosed
-from eagle_trace_analysis.metrics import Accumulator, Metrics
+from eagle_trace_analysis.metrics import Metrics
 from eagle_trace_analysis.report.html import render_html
 from eagle_trace_analysis.report.json import to_json
 from eagle_trace_analysis.report.show import row
 from eagle_trace_analysis.report.text import render
 from eagle_trace_analysis.rowwise import RowFigures
 from eagle_trace_analysis.sketch import estimated_rho, sketch_metrics, widened
+from eagle_trace_analysis.sums import Accumulator
 from eagle_trace_analysis.tolerance import SCALE, Tolerance, analytic_floor
 from tests.support import synthetic
 from tests.support.pairs import DRAFT, TARGET
@@ -71,8 +72,9 @@ def measured(x: Any, y: Any, dtype: str) -> tuple[Metrics, Metrics]:
     sums = [unscale(one.sketch, one.statistics.norm) for one in sides if one.sketch is not None]
     total = Accumulator(sums[0].shape[1], len(x))
     total.add(*sums)
+    total = total.sums
     a, b = (one.statistics for one in sides)
-    return by_values.result(), sketch_metrics(total, estimated_rho(total, b), a, b, x.shape[1])
+    return by_values.sums.result(), sketch_metrics(total, estimated_rho(total, b), a, b, x.shape[1])
 
 
 @pytest.mark.parametrize("seed", range(8))
