@@ -31,11 +31,11 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
+def config_digest(config: Mapping[str, Any]) -> str:
+    """Digest of a config's content, the same for the same content on both sides: 16 hex digits."""
+    return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:16]
+
+
 def checkpoint_facts(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Path, config and config digest of a checkpoint, as a manifest holds them; the digest is equal on both sides."""
-    text = json.dumps(config, sort_keys=True).encode()
-    return {
-        "path": str(folder.resolve()),
-        "config_digest": hashlib.sha256(text).hexdigest()[:16],
-        "config": dict(config),
-    }
+    """Path, config and config digest of a checkpoint, as a manifest holds them."""
+    return {"path": str(folder.resolve()), "config_digest": config_digest(config), "config": dict(config)}

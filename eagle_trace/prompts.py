@@ -1,13 +1,16 @@
-"""The prompts file: JSON lines, one prompt a line, as ``prompt``, ``messages`` or ``input_ids``."""
+"""The prompts file: JSON lines with ``prompt``, ``messages`` or ``input_ids``; or the prompts of a trace."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
+
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from eagle_trace.errors import PromptsError
 
@@ -34,11 +37,14 @@ class Tokenizer(Protocol):
 
 
 def read_prompts(path: Path) -> list[Prompt]:
-    """Read a prompts file; empty lines are passed over.
+    """Read a prompts file (empty lines are passed over), or the prompts of a trace, as token ids under their own keys.
 
     Raises:
-        PromptsError: no such file, no prompt in it, or a bad line (named by number).
+        PromptsError: no such file, no prompt in it, or a bad line (named by number); or a trace whose prompts are not
+            whole.
     """
+    if path.is_dir():
+        return _read_trace(path)
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -46,23 +52,64 @@ def read_prompts(path: Path) -> list[Prompt]:
     lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
     if not lines:
         raise PromptsError(f'{path} holds no prompt: write JSON lines such as {{"prompt": "Hello"}}')
-    prompts = [_parse(line, f"{path}, line {number}") for number, line in lines]
     seen: dict[str, int] = {}
-    unique = []
-    for prompt in prompts:
-        # the same prompt twice is legal: occurrences are told apart by a suffix, the same one on both sides
-        count = seen[prompt.key] = seen.get(prompt.key, 0) + 1
-        unique.append(
-            prompt if count == 1 else Prompt(f"{prompt.key}#{count}", prompt.text, prompt.messages, prompt.input_ids)
+    return [
+        replace(prompt, key=unique_key(prompt.key, seen))
+        for prompt in [_parse(line, f"{path}, line {number}") for number, line in lines]
+    ]
+
+
+def content_key(name: str, value: Any) -> str:
+    """The key of a prompt that has no id of its own: a digest of what its line holds under `name`."""
+    return hashlib.sha256(json.dumps([name, value], sort_keys=True).encode()).hexdigest()[:16]
+
+
+def unique_key(key: str, seen: dict[str, int]) -> str:
+    """`key`, with a suffix if it was `seen` before.
+
+    The same prompt twice is legal: occurrences are told apart by a suffix, the same one on both sides.
+    """
+    count = seen[key] = seen.get(key, 0) + 1
+    return key if count == 1 else f"{key}#{count}"
+
+
+def _read_trace(path: Path) -> list[Prompt]:
+    # read as plain Parquet: the reader of traces is a layer above
+    table = path / "prompts.parquet"
+    if not (path / "manifest.json").is_file():
+        raise PromptsError(f"{path} is a folder and no finished trace: give a prompts file, or a trace")
+    try:
+        columns = ["prompt_key", "token_ids", "num_prompt_tokens"]
+        # a recording that saw no prompt has no such file
+        rows = pq.read_table(table, columns=columns, use_threads=False).to_pylist() if table.exists() else []
+    except (pa.ArrowException, OSError) as error:
+        raise PromptsError(f"cannot read the prompts of the trace {path}: {str(error).splitlines()[0]}") from error
+    prompts = [Prompt(str(row["prompt_key"]), input_ids=_given(row)) for row in rows]
+    if not prompts:
+        raise PromptsError(f"the trace {path} holds no prompt")
+    if unknown := [prompt.key for prompt in prompts if min(prompt.input_ids or (-1,)) < 0]:
+        raise PromptsError(
+            f"{path} does not know the first token of prompt {unknown[0]} ({len(unknown)} of {len(prompts)} lack it), "
+            "which training's shift drops: record it with dataset= or first_token="
         )
-    return unique
+    return prompts
+
+
+def _given(row: Mapping[str, Any]) -> tuple[int, ...]:
+    return tuple((row["token_ids"] or [])[: row["num_prompt_tokens"]])
 
 
 def _parse(line: str, where: str) -> Prompt:
     try:
         data = json.loads(line)
-    except json.JSONDecodeError as error:
+        # what JSON can say and UTF-8 cannot (half a surrogate pair) would fail in the tokenizer, without its place
+        json.dumps(data, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise PromptsError(f"{where} holds half a surrogate pair, which is no text: {error.reason}") from error
+    except ValueError as error:
         raise PromptsError(f"{where} is not JSON: {error}") from error
+    except RecursionError as error:
+        raise PromptsError(f"{where} is nested too deep to be a prompt") from error
     given = [name for name in ("prompt", "messages", "input_ids") if isinstance(data, dict) and name in data]
     if len(given) != 1:
         raise PromptsError(f'{where} needs exactly one of "prompt", "messages" and "input_ids", has {given or "none"}')
@@ -80,11 +127,6 @@ def _parse(line: str, where: str) -> Prompt:
     if not isinstance(value, list) or not value or not all(type(i) is int and 0 <= i < 2**31 for i in value):
         raise PromptsError(f'{where}: "input_ids" must be a list of token ids that is not empty')
     return Prompt(key, input_ids=tuple(value))
-
-
-def content_key(name: str, value: Any) -> str:
-    """Key of a prompt without an id: a digest of ``{name: value}``, `name` being what a prompts file calls it."""
-    return hashlib.sha256(json.dumps([name, value], sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _is_conversation(value: Any) -> bool:

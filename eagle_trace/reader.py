@@ -22,6 +22,7 @@ from eagle_trace.sitedata import (
     PartFile,
     RowGroup,
     SiteData,
+    SketchReader,
     ValueReader,
     append_rows,
     iter_blocks,
@@ -40,6 +41,7 @@ from eagle_trace.tables import last_prompts, read_table, whole_params
 __all__ = [
     "RowGroup",
     "SiteData",
+    "SketchReader",
     "Trace",
     "ValueReader",
     "iter_blocks",
@@ -171,6 +173,11 @@ class Trace:
         return _frame(self.table("floors"))
 
     @cached_property
+    def metrics(self) -> pd.DataFrame:
+        """Loss and metrics of each batch of a recorded training: batch, call_id, step, name, value."""
+        return _frame(self.table("metrics"))
+
+    @cached_property
     def rows(self) -> Rows:
         """Keys of every draft row, with token and position."""
         return to_rows(self.table("rows"))
@@ -268,8 +275,19 @@ class Trace:
         data = self._one(site)
         return to_float32(ValueReader(data).take(np.arange(data.rows)))
 
+    def sketch(self, site: str) -> NDArray[np.float32]:
+        """Sketches of all rows of a site (`eagle_trace.sketch`), float32 [rows, min(64, width)], in recorded order.
+
+        At level ``values`` they are made from the values.
+
+        Raises:
+            TraceError: no rows of this site, the site changes its shape, or the trace's level keeps no sketches.
+        """
+        data = self._one(site)
+        return SketchReader(data).take(np.arange(data.rows))
+
     def frame(self, site: str) -> pd.DataFrame:
-        """All rows of a site as a frame: keys, statistics, and `values` (one float32 array a row) where kept."""
+        """All rows of a site as a frame: keys, statistics, and `values` or `sketch` (a float32 array a row) as kept."""
         data = self._one(site)
         keys, statistics = read_keys(data), read_statistics(data)
         frame = pd.DataFrame(
@@ -280,6 +298,8 @@ class Trace:
         frame.insert([name for name, _ in KEYS].index("path"), "path", paths)
         if data.has_values:
             frame["values"] = list(self.values(site))
+        elif data.has_sketch:
+            frame["sketch"] = list(self.sketch(site))
         return frame
 
     def verify(self) -> list[str]:

@@ -16,6 +16,7 @@ import numpy as np
 
 from eagle_trace.capture import Array, Shard, to_float32
 from eagle_trace.errors import UsageError
+from eagle_trace.sketch import Reduced, reduce_tensor
 
 ENTRY_POINTS = "eagle_trace.recorders"
 
@@ -56,7 +57,7 @@ def parameter_row(
     canonical_name: str,
     tensor: Any,
     *,
-    in_checkpoint: bool,
+    in_checkpoint: bool | None,
     shard: Shard | None = None,
     shard_axis: int = 0,
 ) -> dict[str, Any]:
@@ -102,6 +103,16 @@ def to_rows(tensor: Any) -> Array:
     """`to_array` with every axis but the last one folded into rows: [T, W]."""
     array = to_array(tensor)
     return array.reshape(-1, array.shape[-1]) if array.ndim != 2 else array
+
+
+def capture_rows(tensor: Any, level: str, shard: Shard | None = None) -> Array | Reduced:
+    """What the writer takes of a tensor at `level`: on a device, rows are reduced there where no values are kept.
+
+    On the host's own processor they are copied as they are (`to_rows`), and the writer's thread reduces them.
+    """
+    if level in ("stats", "sketch") and tensor.device.type != "cpu":
+        return reduce_tensor(tensor, sketched=level == "sketch", shard=shard)
+    return to_rows(tensor)
 
 
 class Hooks:
@@ -160,6 +171,10 @@ class Hooks:
             return result
 
         self.replace(owner, name, wrapper)
+
+    def on_removal(self, undo: Callable[[], None]) -> None:
+        """Call `undo` when everything is taken off."""
+        self._undo.append(undo)
 
     def remove(self) -> None:
         """Take everything off, last hung first."""

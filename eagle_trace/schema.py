@@ -5,6 +5,7 @@ from __future__ import annotations
 import pyarrow as pa
 
 from eagle_trace.capture import DTYPES, Shard
+from eagle_trace.sketch import buckets, stored_dtype
 
 KEYS = [
     ("prompt_id", pa.int32()),
@@ -16,6 +17,12 @@ KEYS = [
     ("position", pa.int32()),
     ("path", pa.list_(pa.int32())),
     ("own_path", pa.bool_()),
+]
+
+#: what a row of a real training batch has besides its keys; null elsewhere
+TRAINING = [
+    ("loss_mask", pa.bool_()),
+    ("label", pa.int32()),
 ]
 
 STATISTICS = [
@@ -42,7 +49,7 @@ TABLES: dict[str, pa.Schema] = {
             ("finish_reason", pa.string()),
         ]
     ),
-    "rows": pa.schema(KEYS),
+    "rows": pa.schema([*KEYS, *TRAINING]),
     "calls": pa.schema(
         [
             ("call_id", pa.int32()),
@@ -116,15 +123,29 @@ TABLES: dict[str, pa.Schema] = {
             ("channel_max", pa.float64()),
         ]
     ),
+    "metrics": pa.schema(
+        [
+            ("batch", pa.int32()),
+            ("call_id", pa.int32()),
+            ("step", pa.int32()),
+            ("name", pa.string()),
+            ("value", pa.float64()),
+        ]
+    ),
 }
 
 
 def value_schema(site: str, dtype: str, width: int, level: str, shard: Shard | None = None) -> pa.Schema:
-    """Schema of one file below ``values/site=.../`` at `level` (``stats`` or ``values``)."""
+    """Schema of one file below ``values/site=.../`` at `level` (``stats``, ``sketch`` or ``values``)."""
     columns = [*KEYS, *STATISTICS]
+    metadata = {"site": site, "dtype": dtype, "width": str(width), "level": level}
+    if level == "sketch":
+        stored = stored_dtype(dtype)
+        whole = width * (shard.count if shard else 1)
+        columns.append(("sketch", pa.binary(buckets(whole) * DTYPES[stored].itemsize)))
+        metadata["sketch_dtype"] = stored
     if level == "values":
         columns.append(("values", pa.binary(width * DTYPES[dtype].itemsize)))
-    metadata = {"site": site, "dtype": dtype, "width": str(width), "level": level}
     if shard is not None:
         metadata["shard"] = f"{shard.index}/{shard.count}"
     return pa.schema(columns, metadata={f"eagle_trace.{key}": value for key, value in metadata.items()})

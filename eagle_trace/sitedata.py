@@ -14,15 +14,18 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from eagle_trace.capture import DTYPES, Array, Rows, Shard, Statistics
+from eagle_trace.capture import DTYPES, Array, Rows, Shard, Statistics, row_statistics
 from eagle_trace.errors import TraceDamagedError, TraceError
 from eagle_trace.schema import KEYS, TABLES
+from eagle_trace.sketch import buckets, sketch, stored_dtype, unscale
 from eagle_trace.store import Store, join, reason
 
 CACHE_BYTES = 256 << 20
 OPEN_FILES = 8
 
 Index = NDArray[np.int64]
+#: dtype, width, whether values and whether sketches are there
+_Kind = tuple[str, int, bool, bool]
 T = TypeVar("T")
 
 
@@ -106,6 +109,7 @@ class SiteData:
         width: elements of a row.
         has_values: whether exact bytes are there (level ``values``).
         groups: row groups in the order the rows were recorded (of the first shard, where there are several).
+        has_sketch: whether sketches are there (level ``sketch``).
         shards: empty, or the parts that each row was cut into, in order along the last axis.
         orders: for each shard, where the rows of this site are among the shard's; None where in the same place.
     """
@@ -115,6 +119,7 @@ class SiteData:
     width: int
     has_values: bool
     groups: tuple[RowGroup, ...]
+    has_sketch: bool = False
     shards: tuple[SiteData, ...] = ()
     orders: tuple[Index | None, ...] = ()
 
@@ -137,16 +142,16 @@ def scan(
     Raises:
         TraceDamagedError: a part cannot be read.
     """
-    found: dict[Shard | None, OrderedDict[tuple[str, int, bool], list[RowGroup]]] = {}
+    found: dict[Shard | None, OrderedDict[_Kind, list[RowGroup]]] = {}
     for part in parts:
         try:
-            dtype, width, has_values, shard = _facts(part)
+            kind, shard = _facts(part)
         except TraceDamagedError as error:
             if lost is None:
                 raise
             lost(str(error))
             continue
-        groups = found.setdefault(shard, OrderedDict()).setdefault((dtype, width, has_values), [])
+        groups = found.setdefault(shard, OrderedDict()).setdefault(kind, [])
         left = part.rows
         for index in range(part.metadata.num_row_groups):
             rows = min(left, part.metadata.row_group(index).num_rows)
@@ -154,13 +159,13 @@ def scan(
                 groups.append(RowGroup(part, index, groups[-1].start + groups[-1].rows if groups else 0, rows))
             left -= rows
     return {
-        shard: [SiteData(site, *kind, tuple(groups)) for kind, groups in kinds.items()]
+        shard: [SiteData(site, *kind[:3], tuple(groups), kind[3]) for kind, groups in kinds.items()]
         for shard, kinds in found.items()
     }
 
 
-def _facts(part: PartFile) -> tuple[str, int, bool, Shard | None]:
-    """Dtype, width, whether values are there, and which shard a part holds."""
+def _facts(part: PartFile) -> tuple[_Kind, Shard | None]:
+    """Dtype, width, whether values and whether sketches are there, and which shard a part holds."""
     metadata = part.metadata
     with part.reading():
         schema = metadata.schema.to_arrow_schema()
@@ -171,14 +176,18 @@ def _facts(part: PartFile) -> tuple[str, int, bool, Shard | None]:
     if facts.get("dtype") not in DTYPES or not slash or not all(one.isdecimal() for one in numbers):
         raise TraceDamagedError(f"{part} does not say its dtype and width: it was not written by eagle-trace")
     shard = Shard(int(index), int(count)) if "shard" in facts else None
-    return facts["dtype"], int(facts["width"]), "values" in schema.names, shard
+    return (facts["dtype"], int(facts["width"]), "values" in schema.names, "sketch" in schema.names), shard
+
+
+def _kind_of(data: SiteData) -> _Kind:
+    return data.dtype, data.width, data.has_values, data.has_sketch
 
 
 def append_rows(before: list[SiteData], behind: list[SiteData]) -> list[SiteData]:
     """The rows of one group of ranks, and behind them those of another."""
-    joined = {(one.dtype, one.width, one.has_values): one for one in before}
+    joined = {_kind_of(one): one for one in before}
     for one in behind:
-        kind = one.dtype, one.width, one.has_values
+        kind = _kind_of(one)
         old = joined.get(kind)
         if old is not None:
             moved = (replace(group, start=group.start + old.rows) for group in one.groups)
@@ -197,11 +206,11 @@ def join_shards(data: dict[Shard, list[SiteData]], lost: Callable[[str], None] |
     Raises:
         TraceDamagedError: a shard is missing.
     """
-    kinds: dict[tuple[int, str, int, bool], dict[int, SiteData]] = {}
+    kinds: dict[tuple[int, _Kind], dict[int, SiteData]] = {}
     for shard, found in data.items():
         for one in found:
-            kinds.setdefault((shard.count, one.dtype, one.width, one.has_values), {})[shard.index] = one
-    for (count, *_), by_index in kinds.items():
+            kinds.setdefault((shard.count, _kind_of(one)), {})[shard.index] = one
+    for (count, _), by_index in kinds.items():
         missing = [index for index in range(count) if index not in by_index]
         if missing:
             site = next(iter(by_index.values())).site
@@ -316,9 +325,15 @@ class ValueReader:
     def __init__(self, data: SiteData, cache_bytes: int = CACHE_BYTES) -> None:
         if not data.has_values:
             raise TraceError(f"site {data.site!r} was recorded at a level without values: record with --level values")
+        self._open(data, "values", data.dtype, data.width, cache_bytes)
+        self._shards += [ValueReader(shard, cache_bytes // len(data.shards)) for shard in data.shards]
+
+    def _open(self, data: SiteData, column: str, dtype: str, width: int, cache_bytes: int) -> None:
         self.data = data
-        self._dtype = DTYPES[data.dtype]
-        self._shards = [ValueReader(shard, cache_bytes // len(data.shards)) for shard in data.shards]
+        self._column = column
+        self._width = width
+        self._dtype = DTYPES[dtype]
+        self._shards: list[ValueReader] = []
         self._starts = np.array([group.start for group in data.groups], dtype=np.int64)
         self._cache: OrderedDict[int, Array] = OrderedDict()
         self._cached_bytes = 0
@@ -328,7 +343,7 @@ class ValueReader:
     def take(self, index: NDArray[np.integer]) -> Array:
         """Rows at `index` (any order), exact dtype, [len(index), width]; a view where they lie side by side."""
         if not len(index):
-            return np.empty((0, self.data.width), dtype=self._dtype)
+            return np.empty((0, self._width), dtype=self._dtype)
         if self._shards:
             pairs = zip(self._shards, self.data.orders, strict=True)
             return np.concatenate(
@@ -344,7 +359,7 @@ class ValueReader:
                 return array[start : start + len(local)]
             picked: Array = array[local]
             return picked
-        out = np.empty((len(index), self.data.width), dtype=self._dtype)
+        out = np.empty((len(index), self._width), dtype=self._dtype)
         for group in np.unique(group_of):
             where = np.flatnonzero(group_of == group)
             out[where] = self._group(int(group))[index[where] - self._starts[group]]
@@ -357,8 +372,8 @@ class ValueReader:
         group = self.data.groups[number]
         with group.part.reading():
             # one column: handing it to Arrow's thread pool would cost more than the copy itself
-            column = self._file(group.part).read_row_group(group.index, ["values"], use_threads=False).column("values")
-        chunks = [_decode(chunk, self._dtype, self.data.width) for chunk in column.chunks]
+            column = self._file(group.part).read_row_group(group.index, [self._column], use_threads=False).column(0)
+        chunks = [_decode(chunk, self._dtype, self._width) for chunk in column.chunks]
         array = chunks[0] if len(chunks) == 1 else np.concatenate(chunks)
         self._cache[number] = array
         self._cached_bytes += array.nbytes
@@ -383,6 +398,44 @@ def _decode(chunk: pa.FixedSizeBinaryArray, dtype: np.dtype[np.generic], width: 
     size = width * dtype.itemsize
     flat = np.frombuffer(chunk.buffers()[1], dtype=np.uint8, count=len(chunk) * size, offset=chunk.offset * size)
     return flat.view(dtype).reshape(len(chunk), width)
+
+
+class SketchReader:
+    """Random access to the sketches of one site, as recorded or made from its values; memory like `ValueReader`'s.
+
+    Raises:
+        TraceError: the site was recorded at a level below ``sketch``.
+    """
+
+    def __init__(self, data: SiteData, cache_bytes: int = CACHE_BYTES) -> None:
+        if not (data.has_sketch or data.has_values):
+            raise TraceError(f"site {data.site!r} was recorded at a level without sketches: record with --level sketch")
+        self.width = buckets(data.width)
+        self._norm = read_statistics(data).norm
+        self._values = ValueReader(data, cache_bytes) if data.has_values else None
+        # the sketch of a shard is that of its whole row with the other parts 0, so that they add up
+        shards = data.shards or (data,)
+        self._stored = [] if data.has_values else [_Sketches(one, self.width, cache_bytes) for one in shards]
+        self._norms = [] if data.has_values else [read_statistics(one).norm for one in shards]
+        self._orders = data.orders or (None,)
+
+    def take(self, index: NDArray[np.integer]) -> NDArray[np.float32]:
+        """Sketches of the rows at `index` (any order), float32 [len(index), min(64, width)]."""
+        if self._values is not None:
+            rows = self._values.take(index)
+            return unscale(sketch(rows, row_statistics(rows)), self._norm[index])
+        total = np.zeros((len(index), self.width), dtype=np.float32)
+        for stored, norm, order in zip(self._stored, self._norms, self._orders, strict=True):
+            at = index if order is None else order[index]
+            total += unscale(stored.take(at), norm[at])
+        return total
+
+
+class _Sketches(ValueReader):
+    """Random access to recorded sketches as stored, of `width` numbers a row."""
+
+    def __init__(self, data: SiteData, width: int, cache_bytes: int) -> None:
+        self._open(data, "sketch", stored_dtype(data.dtype), width, cache_bytes)
 
 
 def iter_blocks(data: SiteData, rows: int = 4096) -> Iterator[Array]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,16 +11,23 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from eagle_trace.capture import Array, Rows
-from eagle_trace.schema import TABLES
+from eagle_trace.schema import TABLES, TRAINING
 from eagle_trace.sitedata import PartFile
 
 #: keys, draft ids, target ids, logits and log-probabilities of some rows; arrays [T, K], best first
 Topk = tuple[Rows, Array, Array, Array, Array]
 
 
-def rows_table(items: Sequence[Rows]) -> pa.Table:
-    """Batches of keys as one table."""
-    return pa.Table.from_arrays(list(key_columns(Rows.concatenate(items)).values()), schema=TABLES["rows"])
+def rows_table(items: Sequence[tuple[Rows, Mapping[str, Array]]]) -> pa.Table:
+    """Batches of keys as one table, with the columns of `schema.TRAINING` that are known of them."""
+    return pa.concat_tables([_rows_of(*item) for item in items])
+
+
+def _rows_of(rows: Rows, training: Mapping[str, Array]) -> pa.Table:
+    columns = key_columns(rows)
+    for name, kind in TRAINING:
+        columns[name] = pa.array(training[name], type=kind) if name in training else pa.nulls(len(rows), kind)
+    return pa.Table.from_arrays(list(columns.values()), schema=TABLES["rows"])
 
 
 def topk_table(items: Sequence[Topk]) -> pa.Table:

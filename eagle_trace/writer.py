@@ -22,21 +22,24 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 
-from eagle_trace.capture import LEVELS, Array, Rows, Shard, dtype_name, row_statistics
+from eagle_trace.capture import LEVELS, Array, Rows, Shard
 from eagle_trace.errors import OutputExistsError, RecordingError, TraceError, UsageError
+from eagle_trace.gather import BLOBS, Gather, Kept, kept_bytes, kind_of, value_columns
 from eagle_trace.manifest import Manifest, open_seal_name, read_manifest, seal_name
 from eagle_trace.output import check_output, prepare_output, remove_empty
 from eagle_trace.parts import Numbers, PartStream, leaves
 from eagle_trace.schema import TABLES, value_schema
+from eagle_trace.sketch import Reduced
 from eagle_trace.store import Place, join, open_store, reason
 from eagle_trace.tables import key_columns, rows_table, topk_table
 
 __all__ = ["Shard", "TraceWriter", "check_output", "prepare_output", "remove_empty"]
 
 ROW_GROUP_BYTES = 2 << 20
+#: the same where no values are kept: rows are small there
+REDUCED_GROUP_BYTES = 512 << 10
 QUEUE_BYTES = 256 << 20
 TABLE_ROWS = 1 << 14
 #: how old what is not on disk yet may get
@@ -49,6 +52,26 @@ Make = Callable[[list[Any]], pa.Table]
 
 #: prompts and calls of data-parallel rank d are numbered from d times this on
 DP_STRIDE = 1 << 20
+
+
+class _SiteStream:
+    """Rows of one site on their way to its parts: reduced where the level keeps no values, then written."""
+
+    def __init__(self, gather: Gather, parts: PartStream) -> None:
+        self._gather = gather
+        self._parts = parts
+
+    def add(self, rows: Rows, values: Array | Reduced) -> None:
+        for kept, size in self._gather.add(rows, values):
+            self._parts.add(kept, size)
+
+    def save(self) -> None:
+        for kept, size in self._gather.drain():
+            self._parts.add(kept, size)
+        self._parts.save()
+
+    def discard(self) -> None:
+        self._parts.discard()
 
 
 class TraceWriter:
@@ -86,7 +109,8 @@ class TraceWriter:
         self._pending = 0
         self._room = threading.Condition()
         self._queue: queue.SimpleQueue[tuple[str, Any, int] | None] = queue.SimpleQueue()
-        self._streams: dict[Any, PartStream] = {}
+        self._tables: dict[str, PartStream] = {}
+        self._sites: dict[tuple[str, str, int, Shard | None], _SiteStream] = {}
         self._numbers: dict[str, Numbers] = defaultdict(Numbers)
         self._call: int | None = None
         self._saved_at = time.monotonic()
@@ -127,24 +151,28 @@ class TraceWriter:
         """Whether this rank writes what all ranks of its group know."""
         return self.manifest.tp_rank == 0
 
-    def put_rows(self, rows: Rows) -> None:
-        """Take the keys of one forward's draft rows."""
+    def put_rows(self, rows: Rows, training: Mapping[str, Array] | None = None) -> None:
+        """Take the keys of one forward's draft rows, and columns of `schema.TRAINING` [T] that are known of them."""
         if len(rows) and self._leads:
-            self._put("rows", self._numbered(rows), 64 * len(rows))
+            self._put("rows", (self._numbered(rows), training or {}), 64 * len(rows))
 
-    def put_values(self, site: str, rows: Rows, values: Array, shard: Shard | None = None) -> None:
+    def put_values(self, site: str, rows: Rows, values: Array | Reduced, shard: Shard | None = None) -> None:
         """Take the rows of one site: `values` [T, W] in the host's dtype, owned by the writer from now on.
 
-        `shard` says which part of the columns they are; None if this rank holds all of them.
+        Below level ``values`` they may also come reduced (`eagle_trace.recorder.capture_rows`). `shard` says which part
+        of the columns they are; None if this rank holds all of them.
         """
-        if len(rows) != len(values) or values.ndim != 2:
-            raise ValueError(f"{site}: {values.shape} values for {len(rows)} rows")
+        if len(rows) != len(values) or not (isinstance(values, Reduced) or values.ndim == 2):
+            raise ValueError(f"{site}: {len(values)} rows of values for {len(rows)} rows")
+        level = self.manifest.level
+        if level == "values" and isinstance(values, Reduced):
+            raise ValueError(f"{site}: level values needs the rows themselves")
         if shard is not None and not 0 <= shard.index < shard.count:
             raise ValueError(f"{site}: there is no part {shard.index} of {shard.count}")
-        if len(rows) and self.manifest.level != "shapes":
+        if len(rows) and level != "shapes":
             if self.failure is None:
                 # of whole rows, and of nothing that only one rank writes: ranks must stop before the same call
-                self._taken += values.nbytes * (shard.count if shard else 1)
+                self._taken += kept_bytes(values, level, shard) * (shard.count if shard else 1)
             self._put("values", (site, self._numbered(rows), values, shard), values.nbytes)
 
     def put_topk(self, rows: Rows, draft_ids: Array, target_ids: Array, logits: Array, logprobs: Array) -> None:
@@ -259,7 +287,7 @@ class TraceWriter:
                 self._pending -= size
                 self._room.notify_all()
         self._guarded(self._save)
-        for stream in self._streams.values():
+        for stream in self._all_streams():
             stream.discard()
         if self.failure is not None:
             # what was saved last stays as it is, but says why it ends there and that nobody is at work any more
@@ -282,13 +310,13 @@ class TraceWriter:
         if kind == "flush":
             self._save()
             return
-        late = time.monotonic() - due
-        if self._dirty and late >= 0 and (late >= _CALL_SECONDS or _call_of(kind, item) not in (None, self._call)):
+        late, call = time.monotonic() - due, _call_of(kind, item)
+        if self._dirty and late >= 0 and (late >= _CALL_SECONDS or call not in (None, self._call)):
             self._save()
-        self._call = _call_of(kind, item) or self._call
+        self._call = self._call if call is None else call
         self._dirty = True
         if kind == "rows":
-            self._table("rows", rows_table).add(item, len(item))
+            self._table("rows", rows_table).add(item, len(item[0]))
         elif kind == "topk":
             self._table("topk", topk_table).add(item, item[1].size)
         elif kind == "record":
@@ -298,7 +326,7 @@ class TraceWriter:
 
     def _save(self) -> None:
         """Put all that was taken into whole files, and say in the open seal that they belong together."""
-        for stream in self._streams.values():
+        for stream in self._all_streams():
             stream.save()
         self._saved_at = time.monotonic()
         self._dirty = False
@@ -312,24 +340,28 @@ class TraceWriter:
         schema = TABLES[table]
         self._table(table, lambda records: pa.Table.from_pylist(records, schema=schema)).add(record, 1)
 
-    def _take_values(self, site: str, rows: Rows, values: Array, shard: Shard | None) -> None:
-        key = (site, dtype_name(values), values.shape[1], shard)
-        stream = self._streams.get(key)
+    def _take_values(self, site: str, rows: Rows, values: Array | Reduced, shard: Shard | None) -> None:
+        key = (site, *kind_of(values), shard)
+        stream = self._sites.get(key)
         if stream is None:
-            level = "values" if self.manifest.level == "values" else "stats"
+            level = self.manifest.level
             schema = value_schema(*key[:3], level, shard)
             made = partial(_site_table, schema)
-            stream = self._stream(f"values/site={site}", schema, made, _value_options(schema), ROW_GROUP_BYTES)
-            self._streams[key] = stream
-        stream.add((rows, values), values.nbytes)
+            group = ROW_GROUP_BYTES if level == "values" else REDUCED_GROUP_BYTES
+            parts = self._stream(f"values/site={site}", schema, made, _value_options(schema), group)
+            stream = self._sites[key] = _SiteStream(Gather(level, shard), parts)
+        stream.add(rows, values)
 
     def _table(self, table: str, make: Make) -> PartStream:
-        stream = self._streams.get(table)
+        stream = self._tables.get(table)
         if stream is None:
             options = {"compression": "zstd"}
             stream = self._stream(f"{table}.parquet", TABLES[table], make, options, TABLE_ROWS)
-            self._streams[table] = stream
+            self._tables[table] = stream
         return stream
+
+    def _all_streams(self) -> list[PartStream | _SiteStream]:
+        return [*self._tables.values(), *self._sites.values()]
 
     def _stream(self, folder: str, schema: pa.Schema, make: Make, options: dict[str, Any], group: int) -> PartStream:
         prefix = f"{folder}/rank{self.manifest.rank}"
@@ -352,29 +384,23 @@ def _call_of(kind: str, item: Any) -> int | None:
     if kind == "record":
         call = item[1].get("call_id")
         return None if call is None else int(call)
-    rows = item if kind == "rows" else item[1] if kind == "values" else item[0]
+    rows = item[1] if kind == "values" else item[0]
     return int(rows.call_id[0])
 
 
-def _site_table(schema: pa.Schema, items: Sequence[tuple[Rows, Array]]) -> pa.Table:
-    """Rows of one site as a table: keys, statistics, and the bytes where the level keeps them."""
-    rows = Rows.concatenate([one for one, _ in items])
-    values = np.ascontiguousarray(np.concatenate([one for _, one in items]) if len(items) > 1 else items[0][1])
-    columns = key_columns(rows)
-    statistics = row_statistics(values)
-    columns |= {name: pa.array(getattr(statistics, name)) for name in ("norm", "absmax", "mean", "nonfinite")}
-    if "values" in schema.names:
-        data = pa.py_buffer(values.view(np.uint8))
-        columns["values"] = pa.FixedSizeBinaryArray.from_buffers(schema.field("values").type, len(rows), [None, data])
+def _site_table(schema: pa.Schema, items: Sequence[Kept]) -> pa.Table:
+    """Rows of one site as a table: keys, statistics, and the bytes as the level keeps them."""
+    columns = key_columns(Rows.concatenate([rows for rows, _ in items]))
+    columns |= value_columns(schema, [values for _, values in items])
     return pa.Table.from_arrays([columns[name] for name in schema.names], schema=schema)
 
 
 def _value_options(schema: pa.Schema) -> dict[str, Any]:
     """How a site's parts are written."""
-    plain = [name for name in schema.names if name != "values"]
-    # values: no dictionary, no statistics, no compression, so that reading is a copy and nothing else
+    plain = [name for name in schema.names if name not in BLOBS]
+    # exact bytes: no dictionary, no statistics, no compression, so that reading is a copy and nothing else
     return {
-        "compression": {**dict.fromkeys(leaves(plain), "zstd"), "values": "none"},
+        "compression": {**dict.fromkeys(leaves(plain), "zstd"), **dict.fromkeys(BLOBS, "none")},
         "use_dictionary": leaves([name for name in plain if name not in ("norm", "absmax", "mean")]),
         "write_statistics": leaves(plain),
         "data_page_size": ROW_GROUP_BYTES,

@@ -288,6 +288,13 @@ def _tokens_cached(trace: Trace, numbers: dict[str, int]) -> Int:
     return cached
 
 
+def unequal_tokens(a: Int, b: Int) -> Int:
+    """Where two runs of tokens of the same length differ; a token that is not known (-1, see docs/training.md) does
+    not differ.
+    """
+    return np.flatnonzero((a != b) & (a >= 0) & (b >= 0))
+
+
 def _answers_part(train: Trace, serve: Trace, numbers: dict[str, int]) -> Int:
     """Index of the first token that differs behind an equal prompt, by the prompt's common number; beyond any
     index where no token differs, or where the prompts themselves do (that is a divergence, not a skip).
@@ -303,7 +310,7 @@ def _answers_part(train: Trace, serve: Trace, numbers: dict[str, int]) -> Int:
             continue
         ours, theirs = np.asarray(row["token_ids"] or []), np.asarray(other["token_ids"] or [])
         common = min(len(ours), len(theirs))
-        differ = np.flatnonzero(ours[:common] != theirs[:common])
+        differ = unequal_tokens(ours[:common], theirs[:common])
         prompt = max(row["num_prompt_tokens"] or 0, other["num_prompt_tokens"] or 0)
         if len(differ) and differ[0] >= prompt:
             parted[numbers[row["prompt_key"]]] = differ[0]

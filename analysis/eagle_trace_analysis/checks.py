@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from eagle_trace.reader import Trace
 from eagle_trace.sites import Site
-from eagle_trace_analysis.align import TOPK_SITES, Alignment, not_materialised, position_offset
+from eagle_trace_analysis.align import TOPK_SITES, Alignment, not_materialised, position_offset, unequal_tokens
 from eagle_trace_analysis.metrics import IdMetrics
 from eagle_trace_analysis.pairs import Pairs
 from eagle_trace_analysis.result import Divergence, Note, RowKey, SiteResult
@@ -113,10 +113,10 @@ def check_prompts(alignment: Alignment) -> list[PromptMismatch]:
     found = []
     for key in alignment.prompt_keys:
         (prompt_id, a), (_, b) = train[key], serve[key]
-        if np.array_equal(a, b):
-            continue
         short = min(len(a), len(b))
-        unequal = np.flatnonzero(a[:short] != b[:short])
+        unequal = unequal_tokens(a[:short], b[:short])
+        if len(a) == len(b) and not unequal.size:
+            continue
         at = int(unequal[0]) if unequal.size else short
         shift = int(len(a) > 1 and np.array_equal(a[1:], b)) - int(len(b) > 1 and np.array_equal(b[1:], a))
         one = [int(side[at]) if at < len(side) else None for side in (a, b)]

@@ -126,7 +126,7 @@ def _compared(total: Accumulator, at: Int) -> Compared:
 def compare_statistics(train: Trace, serve: Trace, site: str, pairs: Pairs) -> dict[int, Compared]:
     """Compare a site by the statistics of its rows, where a side holds no values; rho is a lower bound."""
     width = train.site_data(site)[0].width
-    y, x = _statistics(train, site, pairs.train), _statistics(serve, site, pairs.serve)
+    y, x = paired_statistics(train, site, pairs.train), paired_statistics(serve, site, pairs.serve)
     rho = stats_error(x, y, width)
     step_P = pairs.train_keys.step[pairs.train]
     found = {}
@@ -147,7 +147,8 @@ def compare_statistics(train: Trace, serve: Trace, site: str, pairs: Pairs) -> d
     return found
 
 
-def _statistics(trace: Trace, site: str, index: Int) -> Statistics:
+def paired_statistics(trace: Trace, site: str, index: Int) -> Statistics:
+    """Statistics of some rows of a site, numbered through all its `SiteData`."""
     parts = [read_statistics(one) for one in trace.site_data(site)]
     columns = [
         np.concatenate([getattr(part, name) for part in parts])[index]
@@ -167,7 +168,7 @@ def row_facts(train: Trace, serve: Trace, site: str, pairs: Pairs, pair: int) ->
             values.append(ValueReader(data, 0).take(np.array([local])))
             statistics = row_statistics(values[-1])
         else:
-            statistics = _statistics(trace, site, np.array([row]))
+            statistics = paired_statistics(trace, site, np.array([row]))
         facts.append({"shape": ["T", data.width], "dtype": data.dtype, **_plain(statistics)})
     if len(values) == 2:
         y, x = (to_float32(one)[0].astype(np.float64) for one in values)

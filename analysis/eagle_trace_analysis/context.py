@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from eagle_trace.capture import LEVELS
 from eagle_trace.errors import CheckpointError, TraceError
 from eagle_trace.reader import Trace
 from eagle_trace_analysis.checkpoint.check import CHECKS
@@ -228,7 +229,19 @@ class Context:
             return "the train trace holds no config of the draft to recompute it by"
         if self.train_draft is None:
             return self.problems.get("trained draft", "there is no trained checkpoint")
-        return self.problems.get("replay", "the traces keep no values to recompute from (record --level values)")
+        return self.problems.get("replay", f"recorded at level {self.level}: there are no values to recompute from")
+
+    @property
+    def level(self) -> str:
+        """The lower level of the two traces."""
+        return min(self.train.level, self.serve.level, key=LEVELS.index)
+
+    @property
+    def no_features(self) -> str:
+        """Why there are no `features`."""
+        if self.level != "values":
+            return f"recorded at level {self.level}: no values of the target features on both sides"
+        return "no values of the target features on both sides"
 
     def _rows(self) -> Iterable[Any]:
         return [one for one in self.diff.frontier if one.row is not None]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from eagle_trace.capture import LEVELS
 from eagle_trace.errors import IncomparableError
-from eagle_trace.reader import Trace
+from eagle_trace.reader import SiteData, Trace
 from eagle_trace.sites import Site, sites_of
 from eagle_trace_analysis.acceptance import accept_length
 from eagle_trace_analysis.align import TOPK_SITES, Alignment, align, not_materialised
@@ -30,6 +30,7 @@ from eagle_trace_analysis.pairs import SKIP_REASONS, Coverage, Pairs
 from eagle_trace_analysis.prediction import predict
 from eagle_trace_analysis.ranks import check_ranks
 from eagle_trace_analysis.result import Diff, Divergence, Note, SiteResult
+from eagle_trace_analysis.sketch import WORDS, compare_sketches, has_sketch, widened
 from eagle_trace_analysis.tolerance import Tolerance, Tolerances
 from eagle_trace_analysis.topk import check_topk
 
@@ -50,8 +51,9 @@ def diff(train: Trace, serve: Trace, *, minimum_share: float = MINIMUM_SHARE) ->
     """Compare two traces of the same prompts and name the first place where they part.
 
     Works at the lower of the two levels: ``shapes`` compares shapes, presence, tokens and positions;
-    ``stats`` (and ``sketch``) also norms, largest elements and means; ``values`` everything. Values are
-    streamed, so that memory does not grow with the traces.
+    ``stats`` also norms, largest elements and means; ``sketch`` estimates the errors of rows
+    (`eagle_trace_analysis.sketch`); ``values`` measures everything. Values are streamed, so that memory does not grow
+    with the traces.
 
     Args:
         train: the train side.
@@ -209,9 +211,7 @@ class _Comparison:
         pairs = self.alignment.pairs(name)
         found: dict[int, Compared] = {}
         if len(pairs):
-            has_values = all(one.has_values for side in data for one in side)
-            compare = compare_values if has_values else compare_statistics
-            found = compare(self.train, self.serve, name, pairs)
+            found = _how_to_compare([one for side in data for one in side])(self.train, self.serve, name, pairs)
         if name == "logits" and found:
             parts = list(found.values())
             if all(len(part.largest_errors) for part in parts):
@@ -226,6 +226,8 @@ class _Comparison:
             return SiteResult(name, step, coverage, reason=_why_no_rows(coverage))
         tolerance = self.tolerances.of(name, step, dtypes)
         metrics = found.metrics
+        if metrics.basis == "sketch":
+            tolerance = widened(tolerance, self.train.site_data(name)[0].width, metrics.rows)
         exceeded = tolerance.exceeded(metrics)
         divergence = None
         if metrics.nonfinite_train or metrics.nonfinite_serve or exceeded:
@@ -263,6 +265,8 @@ class _Comparison:
             self.benign.append(
                 Note("tie-flips", f"{excused} rows pick another best id within the margin of the logits' error")
             )
+        if self.level == "sketch":
+            self.notes.append(Note("sketch", WORDS))
         for trace in (self.train, self.serve):
             if not trace.sealed:
                 lost = f": {'; '.join(trace.missing[:3])}" if trace.missing else ""
@@ -278,6 +282,13 @@ class _Comparison:
         digests = {self.train.manifest.prompts_digest, self.serve.manifest.prompts_digest}
         if len(digests) > 1 and "" not in digests:
             self.notes.append(Note("prompts-digest", "the two sides were recorded on different sets of prompts"))
+
+
+def _how_to_compare(data: Sequence[SiteData]) -> Callable[[Trace, Trace, str, Pairs], dict[int, Compared]]:
+    """The most exact comparison that all of `data` allows."""
+    if all(one.has_values for one in data):
+        return compare_values
+    return compare_sketches if all(map(has_sketch, data)) else compare_statistics
 
 
 def _numeric_divergence(

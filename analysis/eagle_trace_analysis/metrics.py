@@ -152,16 +152,16 @@ class Metrics:
 
     Attributes:
         rows: pairs of rows.
-        rho_median, rho_p99, rho_max: relative L2 error of a row (a lower bound of it if `basis` is
-            ``stats``).
+        rho_median, rho_p99, rho_max: relative L2 error of a row (an estimate of it if `basis` is ``sketch``, a
+            lower bound if ``stats``).
         scale_median: median of <x, y> / <y, y>.
         bias: mean over rows of mean(x - y) over the row's RMS, signed.
         bias_t: its t-statistic.
         channel_median, channel_p99, channel_max: RMS error of a channel over the channel's RMS, over
-            channels.
-        channel_worst: index of the worst channel.
+            channels (over buckets of channels if `basis` is ``sketch``).
+        channel_worst: index of the worst channel; None if `basis` is ``sketch``.
         nonfinite_train, nonfinite_serve: elements that are NaN or infinite.
-        basis: ``values`` or ``stats``.
+        basis: ``values``, ``sketch`` or ``stats``.
         kl_mean, kl_max, tv_mean, tv_max: divergence of the distributions (logits only).
         flips: rows whose best ids differ (logits only).
         largest_error: largest |x - y| of all elements (logits only).

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from eagle_trace_analysis.metrics import IdMetrics, Metrics
 from eagle_trace_analysis.pairs import Coverage
+from eagle_trace_analysis.sketch import ROW_ERROR
 from eagle_trace_analysis.tolerance import Tolerance
 
 if TYPE_CHECKING:
@@ -207,6 +208,11 @@ class Diff:
         if self.first_divergence is not None:
             return "diverged"
         return "agree"
+
+    @property
+    def row_error(self) -> float | None:
+        """Standard error of one row's `rho`, relative to it: 0 where it was measured, None where it is no estimate."""
+        return {"values": 0.0, "sketch": ROW_ERROR}.get(self.level)
 
     @property
     def exit_status(self) -> int:

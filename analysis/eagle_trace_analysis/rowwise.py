@@ -16,6 +16,7 @@ from eagle_trace_analysis.align import Alignment, align, lookup, topk_starts
 from eagle_trace_analysis.metrics import Accumulator, stats_error
 from eagle_trace_analysis.pairs import Pairs
 from eagle_trace_analysis.result import Diff
+from eagle_trace_analysis.sketch import has_sketch, row_errors
 
 Float64 = NDArray[np.float64]
 Int = NDArray[np.int64]
@@ -41,7 +42,8 @@ class SiteRows:
     """One site at the rows asked for; NaN where a row has no pair there.
 
     Attributes:
-        error: rho of each row (a lower bound where a side holds statistics only), float64 [C].
+        error: rho of each row, float64 [C]; an estimate where a side holds sketches, a lower bound where it holds
+            statistics only.
         train_norm, serve_norm: norm of each side's row, float64 [C].
     """
 
@@ -129,6 +131,8 @@ class RowFigures:
             return out
         if left.has_values and right.has_values:
             out.error[column] = _stream(left, right, pairs).rho
+        elif has_sketch(left) and has_sketch(right):
+            out.error[column] = row_errors(left, right, pairs.train, pairs.serve, _at(y, pairs.train))
         else:
             out.error[column] = stats_error(_at(x, pairs.serve), _at(y, pairs.train), left.width)
         return out

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -26,6 +26,7 @@ class Level(StrEnum):
 
     shapes = "shapes"
     stats = "stats"
+    sketch = "sketch"
     values = "values"
 
 
@@ -74,6 +75,7 @@ def record(
     temperature: Annotated[float, typer.Option(help="serve: 0 for greedy answers.")] = 0.0,
     max_new_tokens: Annotated[int, typer.Option(help="serve: tokens to answer to each prompt.")] = 48,
     batch_size: Annotated[int, typer.Option(help="serve: prompts sent at once.")] = 8,
+    batches: Annotated[int, typer.Option(help="train -- COMMAND: batches of the training to record.")] = 2,
     level: Annotated[Level, typer.Option(help="How much to keep of each row.")] = Level.values,
     max_bytes: Annotated[str | None, typer.Option(help="Stop recording after so much, e.g. 500MB or 4GB.")] = None,
     sites: Annotated[str | None, typer.Option(help="Keep only these sites, e.g. 'fc.*,logits'.")] = None,
@@ -89,7 +91,10 @@ def record(
     quiet: Annotated[bool, typer.Option("--quiet", help="Show no progress.")] = False,
     sglang_args: Annotated[
         list[str] | None,
-        typer.Argument(help="serve: after --, arguments for SGLang itself.", metavar="-- SGLANG ARGS"),
+        typer.Argument(
+            help="serve: after --, arguments for SGLang itself. train: after --, a training command to run and record.",
+            metavar="-- SGLANG ARGS | COMMAND",
+        ),
     ] = None,
 ) -> None:
     """Record one side of a draft model into a trace."""
@@ -123,7 +128,17 @@ def record(
             "keep_cuda_graphs": keep_cuda_graphs, "sglang_args": tuple(sglang_args or ()), "argv": tuple(sys.argv),
         }  # fmt: skip
     else:
-        _refuse(bool(sglang_args), "arguments after -- go to SGLang, which record --mode train does not start")
+        if sglang_args:
+            own = (draft, target, prompts, replay, features, steps)
+            _refuse(
+                any(one is not None for one in own),
+                "a training command after -- brings its own draft, target and data: --draft, --target, --prompts, "
+                "--replay, --features and --steps do not go with it",
+            )
+            _record_command(
+                sglang_args, out=out, batches=batches, level=level.value, selection=selection, force=force,
+                max_bytes=parse_bytes(max_bytes) if max_bytes else None,
+            )  # fmt: skip
         _refuse(draft is None, "record --mode train needs --draft")
         _refuse(
             (prompts is None) == (replay is None), "record --mode train needs exactly one of --prompts and --replay"
@@ -145,6 +160,20 @@ def record(
 def _refuse(wrong: bool, sentence: str) -> None:
     if wrong:
         raise UsageError(sentence)
+
+
+def _record_command(command: list[str], *, out: str, **options: Any) -> NoReturn:
+    """Run and record a training command; leave with its exit status."""
+    from eagle_trace_speculators.command import record_command
+
+    recorded = record_command(command, out=Path(out), **options)
+    if recorded.trace:
+        typer.echo(f"Wrote {recorded.trace}", err=True)
+    if recorded.problem:
+        typer.echo(f"eagle-trace: {recorded.problem}", err=True)
+    elif recorded.trace:
+        typer.echo(f"Next: eagle-trace show {recorded.trace}", err=True)
+    raise typer.Exit(recorded.status)
 
 
 def _next_command(mode: Mode, path: Place, replay: str | None, target: Path | None) -> str:

@@ -15,8 +15,9 @@ import numpy as np
 
 from eagle_trace.capture import Array, Rows
 from eagle_trace.prompts import prompts_digest
-from eagle_trace.recorder import best_ids, to_array, to_rows
+from eagle_trace.recorder import best_ids, capture_rows, to_array, to_rows
 from eagle_trace.sites import fused_slices
+from eagle_trace.sketch import Reduced
 from eagle_trace.writer import TraceWriter
 from eagle_trace_sglang.admission import Admitted
 from eagle_trace_sglang.draft_rows import DraftCall, Index, RowTracker, tree_parents
@@ -38,7 +39,7 @@ class _Call:
     whole: bool
     #: rows of the call that a tensor of fewer rows than tokens holds, one a request
     picked: Index
-    captures: dict[str, Array] = field(default_factory=dict)
+    captures: dict[str, Array | Reduced] = field(default_factory=dict)
     shapes: dict[str, tuple[list[int], str]] = field(default_factory=dict)
 
 
@@ -148,7 +149,9 @@ class Recording:
             return
         if not call.whole and len(tensor) == len(call.facts.input_ids):
             tensor = tensor[_torch_index(call.index, tensor)]
-        call.captures[site] = to_rows(tensor)
+        # `_write` takes parts of these: slices by target layer, the best ids, rows of some requests
+        whole = site in ("fused", "logits") or len(tensor) != len(call.rows)
+        call.captures[site] = to_rows(tensor) if whole else capture_rows(tensor, self.order.level, shard)
 
     def replayed(self, batch: Any, select_index: Any, logits: Any, carry: Any) -> None:
         """A CUDA graph was replayed for `batch`: its outputs are those of the rows at `select_index` [B] only."""
@@ -183,13 +186,13 @@ class Recording:
         facts, rows = call.facts, call.rows
         writer.put_rows(rows)
         fused = call.captures.get("fused")
-        if fused is not None:
+        if isinstance(fused, np.ndarray):
             for name, columns in fused_slices(fused.shape[-1], self._target_width):
                 if wants(name):
                     writer.put_values(name, rows, np.ascontiguousarray(fused[:, columns]))
         for site, values in call.captures.items():
             at, kept = rows, values
-            if len(values) != len(rows):
+            if isinstance(values, np.ndarray) and len(values) != len(rows):
                 # a prefill has logits for the last row of each request only
                 position = {int(row): number for number, row in enumerate(call.index)}
                 pairs = [(position[int(row)], b) for b, row in enumerate(call.picked) if int(row) in position]
@@ -198,7 +201,8 @@ class Recording:
             if wants(site):
                 writer.put_values(site, at, kept, self._shard_of(site))
             # logits are gathered, so the best ids are the same on every rank
-            if site == "logits" and wants("topk.draft_id") and not writer.manifest.tp_rank:
+            leads = not writer.manifest.tp_rank
+            if site == "logits" and isinstance(kept, np.ndarray) and leads and wants("topk.draft_id"):
                 self._write_topk(at, kept)
         shapes = [{"site": site, "shape": shape, "dtype": dtype} for site, (shape, dtype) in call.shapes.items()]
         record = {"call_id": self.calls, "role": "draft", "mode": facts.mode, "shapes": shapes}

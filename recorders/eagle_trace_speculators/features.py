@@ -85,7 +85,7 @@ class ComputedFeatures:
         with quiet():
             try:
                 model = AutoModelForCausalLM.from_pretrained(target, dtype=DTYPES[dtype], attn_implementation="sdpa")
-            except (RuntimeError, ValueError, OSError, KeyError) as error:
+            except (RuntimeError, ValueError, OSError, KeyError, SafetensorError) as error:
                 raise CheckpointError(
                     f"transformers cannot load the target {target}: {str(error).splitlines()[0]}"
                 ) from error

@@ -19,7 +19,8 @@ Receive = Callable[[int, str, Any], None]
 class SiteTap:
     """Hangs `receive` into every site of a draft and keeps count of the step.
 
-    The receiver gets the host's own tensors and must copy what it keeps. Call `restart` before each forward.
+    The receiver gets the host's own tensors, detached, and must copy what it keeps. Call `restart` before each
+    forward.
 
     Args:
         hooks: takes the hooks off again.
@@ -44,7 +45,7 @@ class SiteTap:
 
     def _take(self, site: str, tensor: Any) -> None:
         # the projection of the features runs before the first step has begun
-        self._receive(max(self._step, 0), site, tensor)
+        self._receive(max(self._step, 0), site, tensor.detach())
 
     def _after(self, module: Any, *sites: str) -> None:
         def take(_module: Any, _args: tuple[Any, ...], output: Any) -> None:
@@ -66,7 +67,7 @@ class SiteTap:
 
         def enter_layers(_module: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
             # the first layer is given the embedding and the hidden state side by side
-            self._take("hidden", args[0][..., args[0].shape[-1] // 2 :])
+            self._take("hidden", args[0].detach()[..., args[0].shape[-1] // 2 :])
 
         self._before(model.fc, "fc.in")
         self._after(model.fc, "fc.out")
@@ -109,4 +110,4 @@ class SiteTap:
         at = f"layer.{self._layer}.attn"
         for name, tensor in (("q", args[0]), ("k", args[1]), ("q_rope", result[0]), ("k_rope", result[1])):
             # [1, heads, T, head size] to [1, T, heads * head size]
-            self._take(f"{at}.{name}", tensor.transpose(1, 2).flatten(2))
+            self._take(f"{at}.{name}", tensor.detach().transpose(1, 2).flatten(2))

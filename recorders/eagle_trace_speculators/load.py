@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
 from speculators.models.utils import get_verifier_config, resolve_target_layer_ids
 from speculators.utils.loading import load_model_layers
@@ -91,7 +91,9 @@ def is_compiled() -> bool:
 
 
 def resolve_device(device: str) -> str:
-    """``cpu`` or ``cuda`` for ``auto``; raises HostError for CUDA that is not there."""
+    """``cpu`` or ``cuda`` for ``auto``; raises HostError for CUDA that is not there, UsageError for other devices."""
+    if device not in ("auto", "cpu", "cuda"):
+        raise UsageError(f"--device must be auto, cpu or cuda, not {device!r}")
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda" and not torch.cuda.is_available():
@@ -117,7 +119,7 @@ def read_draft_config(draft: Path) -> Eagle3SpeculatorConfig:
     data = read_config(draft)
     kind = data.get("speculators_model_type")
     if kind is None:
-        if "eagle_config" in data or any("Eagle" in name for name in data.get("architectures") or []):
+        if "eagle_config" in data or "Eagle" in str(data.get("architectures")):
             raise CheckpointError(
                 f"{draft} is a draft in SGLang's flat format: give the folder that speculators saved, "
                 "whose config.json has a transformer_layer_config"
@@ -158,13 +160,14 @@ def load_draft(draft: Path, target: Path | None, dtype: str, device: str) -> Loa
         try:
             # the dtype must come in here: .to(dtype) would also round the rotary frequencies
             model = _StandaloneDraft.from_pretrained(draft, config=config, dtype=DTYPES[dtype])
-        except (RuntimeError, ValueError, OSError, KeyError) as error:
+        except (RuntimeError, ValueError, OSError, KeyError, SafetensorError) as error:
             raise CheckpointError(f"speculators cannot load {draft}: {_first_line(error)}") from error
     notes = _fill_from_target(model, stored, draft, target)
     model = model.to(device).eval()
     names = set(draft_tensors(model))
     missing, dropped = sorted(names - stored), sorted(stored - names)
-    facts = _facts(draft, config, layer_ids) | {"missing_keys": missing, "dropped_keys": dropped}
+    facts = checkpoint_facts(draft, read_config(draft)) | config_facts(config, layer_ids)
+    facts |= {"missing_keys": missing, "dropped_keys": dropped}
     if others := [name for name in missing if name not in (EMBEDDING, HEAD)]:
         notes.append(f"not in the draft's checkpoint, left at their start values: {', '.join(others)}")
     if dropped:
@@ -255,19 +258,20 @@ def _fill_from_target(model: Any, stored: set[str], draft: Path, target: Path | 
                 weights[HEAD] = weights[HEAD][model.t2d.bool()]
             for name in wanted:
                 model.get_parameter(name).data.copy_(weights[name])
-    except (RuntimeError, ValueError, OSError, KeyError) as error:
+    except (RuntimeError, ValueError, OSError, KeyError, SafetensorError) as error:
         raise CheckpointError(f"cannot take {' and '.join(wanted)} from {target}: {_first_line(error)}") from error
     return [f"{name} is not in the draft's checkpoint: taken from the target, as speculators does" for name in wanted]
 
 
-def _facts(draft: Path, config: Any, layer_ids: list[int] | None) -> dict[str, Any]:
+def config_facts(config: Any, layer_ids: list[int] | None) -> dict[str, Any]:
+    """What the manifest says of a draft's config, by names that do not depend on where the config has them."""
     layer = config.transformer_layer_config
     names = (
         "model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
         "num_key_value_heads", "head_dim", "hidden_act", "rms_norm_eps", "rope_parameters",
         "max_position_embeddings", "sliding_window", "vocab_size",
     )  # fmt: skip
-    return checkpoint_facts(draft, read_config(draft)) | {
+    return {
         "format": "speculators",
         "layer_ids": layer_ids,
         "draft_vocab_size": config.draft_vocab_size,
@@ -280,10 +284,20 @@ def _weight_files(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.safetensors"))
 
 
+@contextlib.contextmanager
+def _weights(file: Path) -> Iterator[Any]:
+    """An open weights file; raises CheckpointError if it is cut off or altered."""
+    try:
+        with safe_open(file, framework="pt") as tensors:
+            yield tensors
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{file} is damaged ({_first_line(error)}): copy or save the checkpoint again") from error
+
+
 def _stored_names(draft: Path) -> set[str]:
     names: set[str] = set()
     for file in _weight_files(draft):
-        with safe_open(file, framework="pt") as tensors:
+        with _weights(file) as tensors:
             names |= set(tensors.keys())
     return names
 
@@ -291,7 +305,7 @@ def _stored_names(draft: Path) -> set[str]:
 def _stored_dtype(draft: Path) -> str:
     read_draft_config(draft)
     for file in _weight_files(draft):
-        with safe_open(file, framework="pt") as tensors:
+        with _weights(file) as tensors:
             if "fc.weight" in tensors.keys():  # noqa: SIM118 (no mapping)
                 return str(tensors.get_tensor("fc.weight").dtype).removeprefix("torch.")
     return "float32"

@@ -16,12 +16,12 @@ def draft_tensors(model: Any) -> dict[str, Any]:
     return {name: tensor for name, tensor in model.state_dict().items() if not name.startswith(NOT_DRAFT)}
 
 
-def loaded_params(model: Any, stored: Set[str]) -> Iterator[dict[str, Any]]:
+def loaded_params(model: Any, stored: Set[str] | None) -> Iterator[dict[str, Any]]:
     """Rows of params.parquet.
 
     Args:
         model: the loaded draft.
-        stored: names of the tensors in the checkpoint.
+        stored: names of the tensors in the checkpoint, None for a model in training, which has none.
     """
     for name, tensor in draft_tensors(model).items():
-        yield parameter_row(name, name, tensor, in_checkpoint=name in stored)
+        yield parameter_row(name, name, tensor, in_checkpoint=None if stored is None else name in stored)

@@ -50,6 +50,7 @@ class TrainOptions:
         device: ``auto``, ``cpu`` or ``cuda``.
         level: how much of each row to keep.
         max_bytes: stop after so many bytes of captures.
+        selection: which sites, roots, steps and prompts to keep.
         force: replace the trace at `out`.
         argv: command line, for the manifest.
     """
@@ -140,7 +141,7 @@ def _record(asked: TrainOptions, progress: Progress) -> Place:
         prepare_output(asked.out, force=asked.force)
         writer = TraceWriter(asked.out, manifest, max_bytes=asked.max_bytes)
         try:
-            Session(draft, tasks, source, steps, dtype, writer, progress).run()
+            Session(draft, tasks, source, steps, dtype, writer, progress, asked.selection).run()
         except BaseException as error:
             writer.abort(error)
             raise
@@ -178,6 +179,8 @@ def _tasks(asked: TrainOptions, draft: LoadedDraft, trace: Trace | None, manifes
         "prompts": str(asked.prompts) if asked.prompts else None,
         "seed": 0,
     }
+    if left_out := asked.selection.to_dict():
+        manifest.settings["selection"] = left_out
     manifest.prompts_digest = prompts_digest([str(task.record["prompt_key"]) for task in tasks])
     return tasks, steps
 
@@ -238,7 +241,7 @@ def _manifest(asked: TrainOptions, draft: LoadedDraft, trace: Trace | None, dtyp
         side="train",
         level=asked.level,
         host=HOST,
-        packages={name: _version(name) for name in PACKAGES} | {"eagle-trace": __version__},
+        packages={name: package_version(name) for name in PACKAGES} | {"eagle-trace": __version__},
         target=target,
         draft=draft.facts,
         dtype=dtype,
@@ -250,7 +253,8 @@ def _manifest(asked: TrainOptions, draft: LoadedDraft, trace: Trace | None, dtyp
     )
 
 
-def _version(package: str) -> str:
+def package_version(package: str) -> str:
+    """Version of an installed package, or ``unknown``."""
     try:
         return version(package)
     except PackageNotFoundError:

@@ -12,6 +12,7 @@ import torch
 
 from eagle_trace.capture import Array
 from eagle_trace.recorder import best_ids
+from eagle_trace.selection import Selection, select_prompts
 from eagle_trace.writer import TraceWriter
 from eagle_trace_speculators.documents import Document, Pack, pack, replayed, teacher_forced
 from eagle_trace_speculators.features import ComputedFeatures, Features
@@ -22,6 +23,11 @@ from eagle_trace_speculators.params import loaded_params
 from eagle_trace_speculators.replay import Task
 
 TOPK = 10
+
+
+def keeps_best(selection: Selection) -> bool:
+    """Whether the best ids of rows (topk.parquet) are kept."""
+    return selection.wants("topk.draft_id") or selection.wants("topk.target_id")
 
 
 @dataclass
@@ -36,6 +42,7 @@ class Session:
         dtype: serving dtype.
         writer: takes the captures.
         progress: receives messages.
+        selection: which captures to keep.
     """
 
     draft: LoadedDraft
@@ -45,12 +52,14 @@ class Session:
     dtype: str
     writer: TraceWriter
     progress: Callable[[str], None]
+    selection: Selection = Selection()
     _next_call: int = 0
 
     def run(self) -> None:
         """Record everything: prompts, parameters, all packs, floors."""
         self._put_tables()
-        documents = [document for task in self.tasks for document in self._documents(task)]
+        wanted = set(select_prompts(1 + max(task.prompt_id for task in self.tasks), self.selection))
+        documents = [one for task in self.tasks if task.prompt_id in wanted for one in self._documents(task)]
         layer = self.draft.model.config.transformer_layer_config
         reference = REFERENCE[self.dtype]
         budget = row_budget(layer.num_attention_heads, self.steps, np.dtype(reference).itemsize)
@@ -105,6 +114,7 @@ class Session:
         high.run(batch, self._fused(batch, tasks, reference=True), compare)
         for step in range(batch.steps):
             rows = batch.rows(step, self._next_call)
+            kept = np.flatnonzero(self.selection.mask(rows))
             call = {
                 "call_id": self._next_call,
                 "role": "draft",
@@ -112,10 +122,14 @@ class Session:
                 "batch_size": len(batch.documents),
             }
             self.writer.put_record("calls", call | {"tokens": len(batch), "shapes": shapes[step]})
+            if len(kept) < len(rows):
+                rows = rows.take(kept)
+                captured |= {key: values[kept] for key, values in captured.items() if key[0] == step}
             self.writer.put_rows(rows)
             for entry in shapes[step]:
-                self.writer.put_values(entry["site"], rows, captured[step, entry["site"]])
-            if len(rows) and self.writer.manifest.level != "shapes":
+                if self.selection.wants(entry["site"]):
+                    self.writer.put_values(entry["site"], rows, captured[step, entry["site"]])
+            if len(rows) and keeps_best(self.selection) and self.writer.manifest.level != "shapes":
                 draft_ids, logits, logprobs = best_ids(captured[step, "logits"], TOPK)
                 self.writer.put_topk(rows, draft_ids, self._target_ids(draft_ids), logits, logprobs)
             self._put_guesses(batch, step, low.guesses.get(step))
@@ -123,10 +137,13 @@ class Session:
 
     def _put_guesses(self, batch: Pack, step: int, logits: Array | None) -> None:
         """Best ids along the true tokens where the server drafted others: no rows, no values, only these."""
-        if logits is None or self.writer.manifest.level == "shapes":
+        if logits is None or not keeps_best(self.selection) or self.writer.manifest.level == "shapes":
             return
         draft_ids, scores, logprobs = best_ids(logits, 1)
         rows = batch.rows(step, self._next_call, guesses=True)
+        if not self.selection.all_rows:
+            kept = np.flatnonzero(self.selection.mask(rows))
+            rows, draft_ids, scores, logprobs = rows.take(kept), draft_ids[kept], scores[kept], logprobs[kept]
         self.writer.put_topk(rows, draft_ids, self._target_ids(draft_ids), scores, logprobs)
 
     def _fused(self, batch: Pack, tasks: dict[int, Task], *, reference: bool) -> Any:

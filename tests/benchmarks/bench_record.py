@@ -19,14 +19,16 @@ from pathlib import Path
 
 import psutil
 
+from eagle_trace.capture import DTYPES
 from eagle_trace.demo import models_dir, prompts_file
 from eagle_trace.prompts import read_prompts
+from eagle_trace.reader import open_trace
 from eagle_trace_analysis.checkpoint.export import export
 from eagle_trace_sglang.requests import Request
 from eagle_trace_sglang.server import Server, ServerOptions
 
 ROUNDS = 5
-LEVELS = ("off", "shapes", "stats", "values")
+LEVELS = ("off", "shapes", "stats", "sketch", "values")
 
 
 def cpu_seconds() -> float:
@@ -51,6 +53,14 @@ def run(server: Server, request: Request, level: str, out: Path) -> tuple[float,
     return *spent, sum(file.stat().st_size for file in files), len(files)
 
 
+def raw_bytes(path: Path) -> int:
+    """Bytes of all captured values of a trace, as the tensors held them."""
+    trace = open_trace(path)
+    return sum(
+        data.rows * data.width * DTYPES[data.dtype].itemsize for site in trace.sites for data in trace.site_data(site)
+    )
+
+
 def main() -> None:
     """Print a row a level."""
     with tempfile.TemporaryDirectory() as folder:
@@ -67,14 +77,17 @@ def main() -> None:
             for number in range(ROUNDS):
                 for level in LEVELS:
                     figures[level].append(run(server, request, level, scratch / f"{level}{number}.trace"))
-    print(f"{'level':8} {'CPU s':>8} {'x CPU (median, min-max)':>26} {'wall s':>8} {'MB':>8} {'files':>6}")
+        raw = raw_bytes(scratch / f"values{ROUNDS - 1}.trace")
+    print(
+        f"{'level':8} {'CPU s':>8} {'x CPU (median, min-max)':>26} {'wall s':>8} {'MB':>8} {'of raw':>7} {'files':>6}"
+    )
     for level in LEVELS:
         ratios = [mine[0] / off[0] for mine, off in zip(figures[level], figures["off"], strict=True)]
         cpu = statistics.median(one[0] for one in figures[level])
         wall = statistics.median(one[1] for one in figures[level])
         size, files = figures[level][-1][2:]
         spread = f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})"
-        print(f"{level:8} {cpu:8.2f} {spread:>26} {wall:8.2f} {size / 1e6:8.1f} {files:6}")
+        print(f"{level:8} {cpu:8.2f} {spread:>26} {wall:8.2f} {size / 1e6:8.2f} {size / raw:7.1%} {files:6}")
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from eagle_trace_analysis import Diff, diff
 from eagle_trace_analysis.diagnose import diagnosed
 from tests.support import engine_faults, faults
 from tests.support.pairs import DRAFT, TARGET
+from tests.support.relevel import expect_the_same_at_sketch
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 
@@ -44,7 +45,10 @@ def expect(result: Diff, cause: str | None, site: str | None) -> None:
 
 
 def looked_at(train: Trace, serve: Trace) -> Diff:
-    return diagnosed(diff(train, serve), train, serve)
+    """The diagnosed diff; a diff of the two traces at level ``sketch`` finds the same first divergence."""
+    result = diff(train, serve)
+    expect_the_same_at_sketch(result, train, serve, train.path.parent)
+    return diagnosed(result, train, serve)
 
 
 # ---- inside the engine ---------------------------------------------------------------------------------------------

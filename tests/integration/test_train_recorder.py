@@ -22,6 +22,7 @@ from torch.nn import functional
 
 from eagle_trace.errors import CheckpointError, EagleTraceError, HostError, OutputExistsError, UsageError
 from eagle_trace.reader import Trace, open_trace
+from eagle_trace.selection import Selection
 
 pytest.importorskip("speculators")
 
@@ -598,6 +599,17 @@ def _replayed(**options: Any) -> Callable[[Pair, Path], dict[str, Any]]:
     return given
 
 
+def _damaged(name: str, *, cut: bool) -> Callable[[Pair, Path], dict[str, Any]]:
+    def given(pair: Pair, folder: Path) -> dict[str, Any]:
+        shutil.copytree(getattr(pair, name), folder)
+        weights = folder / "model.safetensors"
+        whole = weights.read_bytes()
+        weights.write_bytes(whole[: len(whole) // 2] if cut else b"\xff" * 16 + whole[16:])
+        return {name: folder}
+
+    return given
+
+
 def _folder(**options: Any) -> Callable[[Pair, Path], dict[str, Any]]:
     def given(_pair: Pair, folder: Path) -> dict[str, Any]:
         ids = options.get("prompts", PROMPTS)
@@ -651,6 +663,16 @@ FAULTS: dict[str, tuple[Callable[[Pair, Path], dict[str, Any]], type[EagleTraceE
     "neither prompts nor replay": (lambda _p, _f: {"prompts": None}, UsageError, "one of --prompts"),
     "serve without replay": (lambda _p, _f: {"features": "serve"}, UsageError, "--replay"),
     "compute without target": (lambda _p, _f: {"target": None}, UsageError, "give --target"),
+    "a draft cut off": (_damaged("draft", cut=True), CheckpointError, "is damaged .* save the checkpoint again"),
+    "a draft altered": (_damaged("draft", cut=False), CheckpointError, "is damaged .* save the checkpoint again"),
+    "a target cut off": (_damaged("target", cut=True), CheckpointError, "cannot load the target"),
+    "a target altered": (_damaged("target", cut=False), CheckpointError, "cannot load the target"),
+    "no architectures": (
+        lambda p, f: {"draft": _with_config(p, f, {"architectures": None, "model_type": "llama"})},
+        CheckpointError,
+        "no speculators draft",
+    ),
+    "no device of that name": (lambda _p, _f: {"device": "tpu"}, UsageError, "--device must be auto, cpu or cuda"),
     "no steps": (lambda _p, _f: {"steps": 0}, UsageError, "1 or more"),
     "unknown dtype": (lambda _p, _f: {"dtype": "int8"}, UsageError, "--dtype"),
     "unknown level": (lambda _p, _f: {"level": "all"}, UsageError, "--level"),
@@ -690,6 +712,26 @@ def test_a_train_trace_cannot_be_replayed(pair: Pair, tmp_path: Path, prompts: P
         run(pair, tmp_path / "again", replay=out)
     with pytest.raises(UsageError, match="choose another"):
         run(pair, out, replay=out, force=True)
+
+
+def test_a_selection_keeps_all_shapes_and_only_the_rows_it_names(pair: Pair, tmp_path: Path, prompts: Path) -> None:
+    whole = run(pair, tmp_path / "whole", prompts=prompts)
+    chosen = Selection.parse(sites="fc.*,logits", roots="1:3", steps="0:2", prompts="0,2")
+    part = run(pair, tmp_path / "part", prompts=prompts, selection=chosen)
+    assert part.sites == ["fc.in", "fc.out", "logits"]
+    assert part.shapes == whole.shapes
+    kept = {(p, r, s) for p in (0, 2) for r in (1, 2) for s in (0, 1)}
+    rows = part.rows
+    found = set(zip(rows.prompt_id.tolist(), rows.root.tolist(), rows.step.tolist(), strict=True))
+    assert (found, len(rows)) == (kept, len(kept))
+    wanted = {(p, r) for p, r, _ in kept}
+    for site in ("fc.out", "logits"):
+        of_whole = Table(whole).site(site)
+        of_part = Table(part).site(site)
+        assert len(of_part) == (len(wanted) if site == "fc.out" else len(kept))
+        assert all(np.array_equal(values, of_whole[key]) for key, values in of_part.items())
+    assert part.table("topk").num_rows == 0, "the best ids are sites that were not chosen"
+    assert part.manifest.settings["selection"] == json.loads(json.dumps(chosen.to_dict()))
 
 
 def test_a_byte_budget_stops_between_forwards(

@@ -1,4 +1,7 @@
-"""Each cause is confirmed on its fault, alone, and none on a healthy pair (the demo's models, run in numpy)."""
+"""Each cause is confirmed on its fault, alone, and none on a healthy pair (the demo's models, run in numpy).
+
+Every pair is also compared by its sketches alone: they part where the values do.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ import pytest
 from eagle_trace_analysis.causes import REGISTRY
 from tests.support import planted_faults as plant
 from tests.support.planted import Planted, run
+from tests.support.relevel import expect_the_same_at_sketch
 
 CASES = plant.faults()
 
@@ -59,7 +63,8 @@ def test_every_cause_that_can_be_confirmed_has_a_fault_here() -> None:
 
 
 def expect(case: Planted, folder: Path, dtype: str = "float32") -> None:
-    result, _, _ = run(case, folder, dtype)
+    result, train, serve = run(case, folder, dtype)
+    expect_the_same_at_sketch(result, train, serve, folder)
     diagnosis = result.diagnosis
     assert diagnosis is not None
     found = {one.cause: one.evidence for one in diagnosis.confirmed}

@@ -35,7 +35,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 def test_the_wheel_holds_the_four_packages_and_no_tests(wheel: list[str]) -> None:
     tops = {name.split("/")[0] for name in wheel if ".dist-info" not in name}
-    assert tops == {"eagle_trace", "eagle_trace_analysis", "eagle_trace_sglang", "eagle_trace_speculators"}
+    packages = {"eagle_trace", "eagle_trace_analysis", "eagle_trace_sglang", "eagle_trace_speculators"}
+    assert tops == {*packages, "eagle_trace_train.pth"}
 
 
 @pytest.mark.parametrize(
@@ -46,6 +47,7 @@ def test_the_wheel_holds_the_four_packages_and_no_tests(wheel: list[str]) -> Non
         "eagle_trace/demo/models/target/model.safetensors",
         "eagle_trace/demo/models/draft/model.safetensors",
         "eagle_trace_sglang/cpu/shim/sgl_kernel/__init__.py",
+        "eagle_trace_speculators/shim/sitecustomize.py",
     ],
 )
 def test_the_wheel_holds_what_is_needed_at_run_time(wheel: list[str], file: str) -> None:

@@ -114,6 +114,24 @@ def test_flush_puts_all_that_was_taken_into_whole_files(tmp_path: Path) -> None:
     assert assert_consistent(open_trace(writer.seal())) == 3
 
 
+def test_files_are_closed_between_two_forwards_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("FLUSH_SECONDS", 0.0), ("_QUIET_SECONDS", 1e3), ("_CALL_SECONDS", 1e9)):
+        monkeypatch.setattr(f"eagle_trace.writer.{name}", value)
+    saved: list[int] = []
+    save = TraceWriter._save
+
+    def watched(self: TraceWriter) -> None:
+        save(self)
+        saved.append(assert_consistent(open_trace(tmp_path / "t", allow_partial=True)))
+
+    monkeypatch.setattr(TraceWriter, "_save", watched)
+    writer = begin(tmp_path / "t")
+    for call in range(3):
+        put_call(writer, call)
+    writer.seal()
+    assert saved == [1, 2, 3]
+
+
 def test_a_part_that_grew_after_the_last_flush_is_read_as_it_was_then(tmp_path: Path) -> None:
     writer = begin(tmp_path / "t")
     put_call(writer, 0)

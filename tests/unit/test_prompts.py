@@ -5,7 +5,9 @@ from pathlib import Path
 import pytest
 
 from eagle_trace.errors import PromptsError
-from eagle_trace.prompts import Prompt, check_tokens, read_prompts, tokenize
+from eagle_trace.manifest import Manifest
+from eagle_trace.prompts import Prompt, check_tokens, content_key, read_prompts, tokenize
+from eagle_trace.writer import TraceWriter, prepare_output
 
 
 class Words:
@@ -62,6 +64,11 @@ def test_keys_depend_on_content_and_tell_repeats_apart(tmp_path: Path) -> None:
         ('{"input_ids": []}', "line 2: .*not empty"),
         ('{"input_ids": [1, -2]}', "line 2: .*token ids"),
         ('{"input_ids": [true]}', "line 2: .*token ids"),
+        (r'{"prompt": "\ud800"}', "line 2 holds half a surrogate pair"),
+        (r'{"messages": [{"role": "user", "content": "\udc00"}]}', "line 2 holds half a surrogate pair"),
+        (f'{{"prompt": {"[" * 100_000}{"]" * 100_000}}}', "line 2 is nested too deep"),
+        (f'{{"messages": {"[" * 900}{"]" * 900}}}', "line 2"),
+        (f'{{"input_ids": [{"9" * 5000}]}}', "line 2 is not JSON"),
     ],
 )
 def test_a_bad_line_is_named_by_its_number(tmp_path: Path, line: str, message: str) -> None:
@@ -78,6 +85,39 @@ def test_no_file_and_no_prompt_are_refused(tmp_path: Path) -> None:
     binary.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(PromptsError, match="cannot read"):
         read_prompts(binary)
+
+
+def write_trace(out: Path, *prompts: list[int]) -> Path:
+    prepare_output(out)
+    writer = TraceWriter(out, Manifest("train", "values", "speculators"))
+    for n, ids in enumerate(prompts):
+        record = {"prompt_id": n, "prompt_key": f"key-{n}", "request_id": "", "token_ids": [*ids, 99]}
+        writer.put_record("prompts", record | {"num_prompt_tokens": len(ids), "text": "", "output_ids": []})
+    return writer.seal()
+
+
+def test_the_prompts_of_a_trace_are_read_under_their_keys_and_without_their_answers(tmp_path: Path) -> None:
+    assert read_prompts(write_trace(tmp_path / "t.trace", [1, 2, 3], [4, 5])) == [
+        Prompt("key-0", input_ids=(1, 2, 3)),
+        Prompt("key-1", input_ids=(4, 5)),
+    ]
+
+
+def test_a_trace_whose_prompts_are_not_whole_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(PromptsError, match=r"first token of prompt key-1 \(1 of 2 lack it\)"):
+        read_prompts(write_trace(tmp_path / "shifted", [1, 2], [-1, 5]))
+    with pytest.raises(PromptsError, match="holds no prompt"):
+        read_prompts(write_trace(tmp_path / "empty"))
+    with pytest.raises(PromptsError, match="no finished trace"):
+        read_prompts(tmp_path)
+    (tmp_path / "shifted" / "prompts.parquet").write_bytes(b"PAR1")
+    with pytest.raises(PromptsError, match="cannot read the prompts of the trace"):
+        read_prompts(tmp_path / "shifted")
+
+
+def test_a_prompt_without_an_id_is_named_by_its_content(tmp_path: Path) -> None:
+    (prompt,) = read_prompts(write(tmp_path, '{"input_ids": [1, 2]}'))
+    assert prompt.key == content_key("input_ids", [1, 2])
 
 
 def test_text_without_a_tokenizer_and_a_template_that_refuses_are_named() -> None:

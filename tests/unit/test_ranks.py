@@ -269,3 +269,30 @@ def test_ranks_of_different_recordings_are_refused(tmp_path: Path) -> None:
     record_rank(tmp_path / "t", replace(manifest(1, 2, tp=1), side="train"), tp=2)
     with pytest.raises(TraceDamagedError, match="different recordings"):
         open_trace(tmp_path / "t")
+
+
+def test_sketches_of_shards_add_up_to_that_of_the_whole_row(tmp_path: Path) -> None:
+    rng = np.random.default_rng(5)
+    for width in (48, 512):
+        x = rng.standard_normal((40, width)).astype(np.float32)
+        keys = Rows.build(
+            prompt_id=[0] * 40, root=range(40), step=[0] * 40, token_id=[1] * 40, position=range(40), call_id=0
+        )
+        folder = tmp_path / f"{width}.trace"
+        prepare_output(folder)
+        for rank in range(2):
+            manifest = Manifest("serve", "sketch", "sglang", rank=rank, ranks=2, tp_rank=rank)
+            writer = TraceWriter(folder, manifest)
+            writer.put_rows(keys)
+            half = x[:, rank * width // 2 : (rank + 1) * width // 2]
+            writer.put_values("layer.0.attn.q", keys, half.copy(), Shard(rank, 2))
+            writer.seal()
+        whole = tmp_path / f"{width}-whole.trace"
+        prepare_output(whole)
+        writer = TraceWriter(whole, Manifest("serve", "sketch", "sglang"))
+        writer.put_rows(keys)
+        writer.put_values("layer.0.attn.q", keys, x.copy())
+        writer.seal()
+        both, one = (open_trace(place).sketch("layer.0.attn.q") for place in (folder, whole))
+        np.testing.assert_allclose(both, one, rtol=1e-5, atol=1e-5)
+        assert open_trace(folder).site_data("layer.0.attn.q")[0].width == width

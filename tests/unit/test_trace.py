@@ -9,6 +9,7 @@ import ml_dtypes
 import numpy as np
 import pandas as pd
 import pyarrow.dataset as ds
+import pyarrow.parquet as pq
 import pytest
 
 from eagle_trace import open_trace
@@ -136,6 +137,27 @@ def test_shapes_level_keeps_no_values_folder(tmp_path: Path) -> None:
     path = write_trace(tmp_path / "t", {"embed": np.ones((4, 2), np.float32)}, level="shapes")
     assert not (path / "values").exists()
     assert len(open_trace(path).rows) == 4
+
+
+def test_what_training_says_of_rows_is_kept_and_null_elsewhere(tmp_path: Path) -> None:
+    prepare_output(tmp_path / "t")
+    writer = TraceWriter(tmp_path / "t", Manifest("train", "stats", "speculators"))
+    writer.put_rows(make_rows(2), {"loss_mask": np.array([True, False]), "label": np.array([5, 6])})
+    writer.put_rows(make_rows(1, start=2), {"loss_mask": np.array([True])})
+    writer.put_rows(make_rows(1, start=3))
+    table = open_trace(writer.seal()).table("rows")
+    assert table.column("loss_mask").to_pylist() == [True, False, True, None]
+    assert table.column("label").to_pylist() == [5, 6, None, None]
+
+
+def test_traces_written_before_training_had_columns_are_read(tmp_path: Path) -> None:
+    trace = open_trace(write_trace(tmp_path / "t", {"fc.out": np.ones((2, 3), np.float32)}))
+    rows = trace.path / "rows.parquet"
+    pq.write_table(pq.read_table(rows).drop_columns(["loss_mask", "label"]), rows)
+    old = open_trace(trace.path, allow_partial=True)
+    assert len(old.rows) == 2
+    assert old.table("rows").column("loss_mask").null_count == 2
+    assert old.table("metrics").num_rows == 0
 
 
 def test_a_site_that_changes_its_width_is_kept_apart(tmp_path: Path) -> None:

@@ -25,7 +25,6 @@ from eagle_trace_analysis.features import CLEARLY, Features, channel_error
 from eagle_trace_analysis.steps import rms
 
 Real = NDArray[Any]
-NO_FEATURES = "no values of the target features on both sides"
 
 
 def _widths(context: Context) -> tuple[int | None, int | None]:
@@ -100,7 +99,7 @@ def check_permuted(context: Context) -> Outcome:
     """The same layers side by side in another order."""
     features = context.features
     if features is None:
-        return not_tested(NO_FEATURES, RECORD_VALUES)
+        return not_tested(context.no_features, RECORD_VALUES)
     if features.single or len(features.served) != len(features.sites):
         return ruled_out("the server fed another number of layers: there is no order to compare")
     matrix, count = features.matrix, len(features.sites)
@@ -138,7 +137,7 @@ def check_degenerate(context: Context) -> Outcome:
     """Zeros, one layer several times, one row everywhere, rows of another prompt; on either side."""
     features = context.features
     if features is None:
-        return not_tested(NO_FEATURES, RECORD_VALUES)
+        return not_tested(context.no_features, RECORD_VALUES)
     found = [
         f"{side}: {fault}"
         for side, layers in (("training", features.trained), ("serving", features.served))
@@ -202,7 +201,7 @@ def check_normed(context: Context) -> Outcome:
     """Features after the target's final norm, on one side."""
     features = context.features
     if features is None:
-        return not_tested(NO_FEATURES, RECORD_VALUES)
+        return not_tested(context.no_features, RECORD_VALUES)
     if features.healthy:
         return ruled_out(f"all {len(features.sites)} layers agree (channel error {_diagonal(features):.1e} at most)")
     layers = _target_layers(context)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import isfinite
 
 from eagle_trace_analysis.causes.base import RECORD_VALUES, Cause, Outcome, confirmed, not_tested, ruled_out
-from eagle_trace_analysis.causes.fed import NO_FEATURES, layer_words
+from eagle_trace_analysis.causes.fed import layer_words
 from eagle_trace_analysis.checkpoint import engine
 from eagle_trace_analysis.context import Context
 from eagle_trace_analysis.features import CLEARLY, Features
@@ -29,7 +29,7 @@ def _check(context: Context, *, default: bool) -> Outcome:
     if context.served and default and named:
         return ruled_out(f"the deployed config names ids {named}")
     if features is None:
-        return not_tested(NO_FEATURES, RECORD_VALUES)
+        return not_tested(context.no_features, RECORD_VALUES)
     if features.single:
         return not_tested("the server fed one layer only", "mend single-layer-features first and record again")
     if features.healthy:

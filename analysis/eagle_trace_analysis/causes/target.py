@@ -25,7 +25,7 @@ def check_target(context: Context) -> Outcome:
             return not_tested(
                 "the training side was given the server's own features", "record it with --features compute"
             )
-        return not_tested("no values of the target features on both sides", RECORD_VALUES)
+        return not_tested(context.no_features, RECORD_VALUES)
     if features is not None and not embedded:
         if features.single:
             return not_tested("the server fed one layer only", "mend single-layer-features first and record again")

@@ -101,7 +101,7 @@ def compare_params(train: Trace, serve: Trace) -> pd.DataFrame:
 
 def _status(pair: list[Any]) -> str:
     known = [one for one in pair if one is not None]
-    if any(not one["in_checkpoint"] for one in known):
+    if any(_lacking(one) for one in known):
         return "not loaded"
     if len(known) < 2:
         return "one side"
@@ -122,7 +122,12 @@ def _param_words(param: Any) -> str:
     words = f"[{shape}] {param['dtype']}, norm {style.number(float(param['norm']))}"
     if param["nonfinite"]:
         words += f", {param['nonfinite']} not finite"
-    return style.text(words + ("" if param["in_checkpoint"] else ", not in the checkpoint"))
+    return style.text(words + (", not in the checkpoint" if _lacking(param) else ""))
+
+
+def _lacking(param: Any) -> bool:
+    """Whether a checkpoint was read and did not hold it; a model recorded while it trained has none."""
+    return param["in_checkpoint"] is not None and not param["in_checkpoint"]
 
 
 def features(diff: Diff, *, train: Trace | None = None, serve: Trace | None = None) -> Any:

@@ -28,6 +28,7 @@ def to_json(diff: Diff) -> dict[str, Any]:
         "exit_status": diff.exit_status,
         "reason": diff.incomparable,
         "level": diff.level,
+        "row_error": diff.row_error,
         "first_divergence": _divergence(first) if first else None,
         "frontier": [_divergence(one) for one in diff.frontier],
         "coverage": _coverage(diff.coverage) | {"minimum_share": diff.minimum_share},

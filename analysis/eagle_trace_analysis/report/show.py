@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 
 from eagle_trace.capture import Rows
 from eagle_trace.errors import UsageError
-from eagle_trace.reader import Trace, ValueReader, read_keys, read_statistics
+from eagle_trace.reader import SketchReader, Trace, ValueReader, read_keys, read_statistics
 from eagle_trace_analysis.tokens import TokenNames
 
 FORMAT_VERSION = 1
@@ -160,6 +160,7 @@ def row(trace: Trace, site: str, prompt: int | str, root: int, step: int = 0) ->
             continue
         statistics = read_statistics(data)
         values = ValueReader(data, 0).take(at) if data.has_values else None
+        sketches = SketchReader(data, 0).take(at) if data.has_sketch else None
         for number, index in enumerate(at.tolist()):
             facts = {name: float(getattr(statistics, name)[index]) for name in ("norm", "absmax", "mean")}
             found.append(
@@ -171,6 +172,7 @@ def row(trace: Trace, site: str, prompt: int | str, root: int, step: int = 0) ->
                     **facts,
                     "nonfinite": int(statistics.nonfinite[index]),
                     "values": None if values is None else values[number].astype(np.float64).tolist(),
+                    "sketch": None if sketches is None else sketches[number].astype(np.float64).tolist(),
                 }
             )
     if not found:

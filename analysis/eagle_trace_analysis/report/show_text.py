@@ -144,11 +144,13 @@ def print_row(data: Mapping[str, Any], console: Console) -> None:
         )
         if one["values"] is None:
             _section(console, "values", ["not kept at this level"])
+            if one["sketch"] is not None:
+                _print_values("sketch", one["sketch"], console)
             continue
-        _print_values(one["values"], console)
+        _print_values("values", one["values"], console)
 
 
-def _print_values(values: Sequence[float], console: Console) -> None:
+def _print_values(title: str, values: Sequence[float], console: Console) -> None:
     columns = max(1, (console.width - 10) // 13)
     shown = list(values) if len(values) <= 16 * columns else list(values[: _ELEMENTS * columns])
     lines = []
@@ -157,7 +159,7 @@ def _print_values(values: Sequence[float], console: Console) -> None:
         lines.append(f"{start:6} {part}")
     if len(shown) < len(values):
         lines.append(f"and {len(values) - len(shown)} more: --format json prints all")
-    _section(console, "values", lines)
+    _section(console, title, lines)
 
 
 def _section(console: Console, title: str, lines: Sequence[str]) -> None:

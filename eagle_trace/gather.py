@@ -1,0 +1,94 @@
+"""Rows of a site on their way into the trace: as they come at level ``values``, reduced below it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import pyarrow as pa
+
+from eagle_trace.capture import DTYPES, Array, Rows, Shard, dtype_name, row_statistics
+from eagle_trace.sketch import Reduced, buckets, reduce_rows, stored_dtype
+
+#: bytes of rows that are reduced together: many small batches would cost more in calls than in arithmetic
+REDUCE_BYTES = 512 << 10
+#: bytes of a row's keys and statistics, roughly, before compression
+KEY_BYTES = 64
+STATISTICS = ("norm", "absmax", "mean", "nonfinite")
+#: columns of exact bytes
+BLOBS = ("sketch", "values")
+
+Kept = tuple[Rows, "Array | Reduced"]
+
+
+def kind_of(values: Array | Reduced) -> tuple[str, int]:
+    """On-disk dtype name and width of rows."""
+    return (values.dtype, values.width) if isinstance(values, Reduced) else (dtype_name(values), values.shape[1])
+
+
+def kept_bytes(values: Array | Reduced, level: str, shard: Shard | None = None) -> int:
+    """What rows will take in a trace of a level, roughly."""
+    if level == "values":
+        return values.nbytes
+    dtype, width = kind_of(values)
+    whole = width * (shard.count if shard else 1)
+    stored = DTYPES[stored_dtype(dtype)].itemsize * buckets(whole) if level == "sketch" else 0
+    return len(values) * (KEY_BYTES + stored)
+
+
+class Gather:
+    """Collects rows of one site, dtype and width until it is worth reducing them.
+
+    Args:
+        level: of the trace; at ``values`` nothing is held back.
+        shard: which part of the site's rows they are, if not all.
+    """
+
+    def __init__(self, level: str, shard: Shard | None = None) -> None:
+        self._level = level
+        self._shard = shard
+        self._rows: list[Rows] = []
+        self._values: list[Array] = []
+        self._bytes = 0
+
+    def add(self, rows: Rows, values: Array | Reduced) -> Iterator[tuple[Kept, int]]:
+        """Take rows, and give what is ready to be written, in order, with what it will take in bytes."""
+        if self._level == "values" or isinstance(values, Reduced):
+            yield from self.drain()
+            yield (rows, values), kept_bytes(values, self._level, self._shard)
+            return
+        self._rows.append(rows)
+        self._values.append(values)
+        self._bytes += values.nbytes
+        if self._bytes >= REDUCE_BYTES:
+            yield from self.drain()
+
+    def drain(self) -> Iterator[tuple[Kept, int]]:
+        """Give what is left."""
+        if self._rows:
+            rows, values = Rows.concatenate(self._rows), _joined(self._values)
+            self._rows, self._values, self._bytes = [], [], 0
+            reduced = reduce_rows(values, dtype_name(values), sketched=self._level == "sketch", shard=self._shard)
+            yield (rows, reduced), kept_bytes(reduced, self._level, self._shard)
+
+
+def value_columns(schema: pa.Schema, kept: Sequence[Array | Reduced]) -> dict[str, pa.Array]:
+    """Statistics of rows, and their sketch or values as `schema` has it: Arrow columns by name."""
+    arrays = [one for one in kept if not isinstance(one, Reduced)]
+    blob: Array | None
+    if arrays:
+        blob = _joined(arrays)
+        statistics = row_statistics(blob)
+    else:
+        reduced = Reduced.concatenate([one for one in kept if isinstance(one, Reduced)])
+        statistics, blob = reduced.statistics, reduced.sketch
+    columns = {name: pa.array(getattr(statistics, name)) for name in STATISTICS}
+    if blob is not None:
+        name = next(name for name in BLOBS if name in schema.names)
+        data = [None, pa.py_buffer(np.ascontiguousarray(blob).view(np.uint8))]
+        columns[name] = pa.FixedSizeBinaryArray.from_buffers(schema.field(name).type, len(blob), data)
+    return columns
+
+
+def _joined(arrays: Sequence[Array]) -> Array:
+    return np.ascontiguousarray(np.concatenate(arrays) if len(arrays) > 1 else arrays[0])
