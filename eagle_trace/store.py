@@ -11,7 +11,7 @@ import os
 import shutil
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -198,6 +198,10 @@ class _LocalSink(Sink):
 
 
 class _LocalStore(Store):
+    def __reduce__(self) -> tuple[Callable[[Path], _LocalStore], tuple[Path]]:
+        # whoever reads it may run in another folder
+        return _LocalStore, (self._root.absolute(),)
+
     def __init__(self, root: Path) -> None:
         self.place = self._root = root
 

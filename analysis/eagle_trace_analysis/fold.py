@@ -152,7 +152,8 @@ class Dask:
         try:
             return future.result()
         except TraceError as error:
-            if not isinstance(error.__cause__, OSError):
+            # of a file that is damaged, Arrow says OSError too, but without a number
+            if not (isinstance(error.__cause__, OSError) and error.__cause__.errno):
                 raise
             raise SchedulerError(
                 f"a worker of {self.scheduler} cannot read what is read here ({_first_line(error.__cause__)}): "

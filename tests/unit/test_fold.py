@@ -24,6 +24,8 @@ from typer.testing import CliRunner
 from eagle_trace import open_trace
 from eagle_trace.cli.main import app
 from eagle_trace.errors import SchedulerError, TraceDamagedError, UsageError
+from eagle_trace.sitedata import PartFile, RowGroup
+from eagle_trace.store import open_store
 from eagle_trace_analysis import align, compare, diff
 from eagle_trace_analysis import fold as folding
 from eagle_trace_analysis.fold import Dask, Executor, Serial, Threads
@@ -185,7 +187,8 @@ def test_a_file_that_is_damaged_on_the_way_is_named_under_any_executor(
     train, serve = (open_trace(shutil.copytree(path, tmp_path / path.name)) for path in pairs["values"])
     site = compare.ValuesFold(train, serve, "embed", align(train, serve).pairs("embed"))
     (data,) = serve.site_data("embed")
-    path = data.groups[0].path
+    part = data.groups[0].part
+    path = Path(part.store.place) / part.name
     path.write_bytes(path.read_bytes()[:100])
     with Dask(cluster.scheduler_address) as on_cluster:
         for executor in (Serial(), Threads(2), on_cluster):
@@ -198,13 +201,11 @@ def test_a_worker_that_does_not_see_the_traces_is_told_so(
 ) -> None:
     """The workers' machine has no such folder: parts name one that is not there."""
 
+    def moved(group: RowGroup) -> RowGroup:
+        return replace(group, part=PartFile(open_store(Path("/elsewhere")), group.part.name, group.part.rows))
+
     def elsewhere(part: compare.Part) -> compare.Part:
-        data = tuple(
-            replace(
-                one, groups=tuple(replace(group, path=Path("/elsewhere") / group.path.name) for group in one.groups)
-            )
-            for one in part.serve.data
-        )
+        data = tuple(replace(one, groups=tuple(map(moved, one.groups))) for one in part.serve.data)
         return replace(part, serve=replace(part.serve, data=data))
 
     original = compare.partition
