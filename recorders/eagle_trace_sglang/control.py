@@ -33,6 +33,7 @@ ARM_SECONDS = 10.0
 #: how long a recorder may take to begin, and to write its seal
 BEGIN_SECONDS = 60.0
 SEAL_SECONDS = 600.0
+WATCH_SECONDS = 0.2
 
 
 logger = logging.getLogger(__name__)
@@ -59,6 +60,7 @@ class Control:
         self._order: Order | None = None
         self._last: dict[str, Any] = {}
         self._closing = False
+        self._renewed = 0.0
         self._thread = threading.Thread(target=self._listen, name="eagle-trace-control", daemon=True)
         self._thread.start()
         atexit.register(self.close)
@@ -120,10 +122,13 @@ class Control:
                 self._order = None
                 raise RecordingError(f"the recorder did not begin within {BEGIN_SECONDS:.0f} s")
             self.raise_failure()
-        if order.seconds is not None:
-            timer = threading.Timer(order.seconds, self._time_is_up, (order,))
-            timer.daemon = True
-            timer.start()
+        if order.seconds is not None or order.lease is not None:
+            self.renew()
+            threading.Thread(target=self._watch, args=(order,), name="eagle-trace-watch", daemon=True).start()
+
+    def renew(self) -> None:
+        """Somebody waits for the recording that is going on."""
+        self._renewed = time.monotonic()
 
     def finish(
         self, settings: dict[str, Any] | None = None, stopped: str | None = None, seconds: float = SEAL_SECONDS
@@ -181,10 +186,20 @@ class Control:
         """Wait until no recording is going on; False if one still is after so many seconds."""
         return self._wait(lambda: self._order is None, seconds)
 
-    def _time_is_up(self, order: Order) -> None:
-        if self._order is order:
-            with contextlib.suppress(RecordingError):  # kept in the status
-                self.finish(stopped=f"time limit ({order.seconds:g} s)")
+    def _watch(self, order: Order) -> None:
+        """End a recording whose time is up, or whose client went away."""
+        started = time.monotonic()
+        why = None
+        while why is None:
+            if self._wait(lambda: self._order is not order, WATCH_SECONDS):
+                return
+            now = time.monotonic()
+            if order.seconds is not None and now - started >= order.seconds:
+                why = f"time limit ({order.seconds:g} s)"
+            elif order.lease is not None and now - self._renewed >= order.lease:
+                why = "its client went away"
+        with contextlib.suppress(RecordingError):  # kept in the status
+            self.finish(stopped=why)
 
     # ---- what the recorders say -------------------------------------------------------------------------------
 

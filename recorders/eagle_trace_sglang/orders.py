@@ -23,6 +23,7 @@ class Order:
         max_bytes: stop recording, not the server, after so many bytes.
         selection: which sites and rows to keep.
         alone: seal as soon as the last request ended; otherwise wait to be told.
+        lease: seal when nobody asked how it goes for so many seconds: whoever was to end it is gone. None for never.
         keep_cuda_graphs: let SGLang replay its CUDA graphs, and record at their boundaries only.
         seconds: seal after so long, whatever is still going on; None for no limit.
         settings: what else the manifest should say was asked for.
@@ -36,6 +37,7 @@ class Order:
     max_bytes: int | None = None
     selection: Selection = field(default_factory=Selection)
     alone: bool = True
+    lease: float | None = None
     keep_cuda_graphs: bool = False
     seconds: float | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)

@@ -25,6 +25,7 @@ from eagle_trace_sglang.requests import Answers, Request, speculation
 STATUS_SECONDS = 30.0
 SEAL_SECONDS = 600.0
 POLL_SECONDS = 0.5
+RENEW_SECONDS = 5.0
 
 Progress = Callable[[str], None]
 
@@ -183,16 +184,21 @@ def record_attached(
 def _ask(remote: Remote, request: Request, progress: Progress) -> tuple[dict[str, Any], str | None]:
     """Send all prompts, so many at a time; the server's counts, and what kept it from answering all of them."""
     answers = Answers()
-    started = time.monotonic()
+    started = renewed = time.monotonic()
     waiting = list(zip(request.rids, request.prompts, strict=True))
     running: dict[Future[dict[str, Any]], str] = {}
     unanswered: list[str] = []
-    with ThreadPoolExecutor(request.batch_size) as pool:
+    pool = ThreadPoolExecutor(request.batch_size)
+    try:
         while waiting or running:
             while waiting and len(running) < request.batch_size:
                 rid, prompt = waiting.pop(0)
                 running[pool.submit(remote.generate, prompt, rid, request.sampling)] = rid
-            done, _ = wait(running, return_when=FIRST_COMPLETED)
+            done, _ = wait(running, RENEW_SECONDS, return_when=FIRST_COMPLETED)
+            if time.monotonic() - renewed >= RENEW_SECONDS:
+                renewed = time.monotonic()
+                with contextlib.suppress(HostError, RecordingError):
+                    remote.status()  # so that the server knows that somebody still waits
             for future in done:
                 rid = running.pop(future)
                 try:
@@ -205,6 +211,11 @@ def _ask(remote: Remote, request: Request, progress: Progress) -> tuple[dict[str
                 answers.speculation[rid] = speculation(answer.get("meta_info") or {})
                 seconds = time.monotonic() - started
                 progress(f"{len(answers.speculation)} of {len(request.prompts)} prompts answered, {seconds:.0f} s")
+    finally:
+        # after an interruption: requests that nobody waits for any more
+        for rid in running.values():
+            remote.abort(rid)
+        pool.shutdown(wait=False, cancel_futures=True)
     if len(unanswered) == len(request.prompts):
         raise HostError(f"no prompt was answered: {unanswered[0]}")
     counts = {rid: counted for rid, counted in answers.speculation.items() if counted}

@@ -32,6 +32,8 @@ from eagle_trace_sglang.control import Control, next_place
 from eagle_trace_sglang.orders import Order
 
 BLOCK_BYTES = 1 << 20
+#: a client that names its requests asks for the status far more often than this
+LEASE_SECONDS = 60.0
 
 
 class StartBody(BaseModel):
@@ -64,6 +66,7 @@ class StartBody(BaseModel):
             selection=Selection.parse(sites=self.sites, roots=self.roots, steps=self.steps),
             # a client that names its requests also says when it is done
             alone=self.named is None,
+            lease=LEASE_SECONDS if self.named is not None else None,
             keep_cuda_graphs=self.keep_cuda_graphs,
             seconds=self.seconds,
             settings=self.settings,
@@ -84,6 +87,7 @@ def add_routes(app: FastAPI, control: Control, folder: str) -> None:
 
     @router.get("")
     def status() -> dict[str, Any]:
+        control.renew()
         return control.status()
 
     @router.post("/start")
