@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,9 +12,11 @@ from typing import Any
 from eagle_trace.errors import HostError, UsageError
 from eagle_trace.prompts import read_prompts
 from eagle_trace.reader import open_trace
-from eagle_trace.selection import EVERYTHING, Selection, select_prompts
+from eagle_trace.selection import EVERYTHING, Selection, parse_bytes, select_prompts
 from eagle_trace.store import Place, is_url
 from eagle_trace.writer import check_output, prepare_output, remove_empty
+from eagle_trace_sglang.admission import Admission
+from eagle_trace_sglang.orders import Order
 from eagle_trace_sglang.plugin import OUT
 from eagle_trace_sglang.requests import Request
 
@@ -152,6 +154,7 @@ def attach(
         raise UsageError("--only-prompts chooses lines of a prompts file: give --prompts, or --requests for others'")
     else:
         options |= {"requests": requests, "match": match, "sample": sample}
+    _check_order(Admission(None, requests, match, sample), seconds, options)
     if is_url(out):
         raise UsageError(f"--attach fetches into a local folder; for traces there, start the server with {OUT}={out}")
     check_output(out, force=force)
@@ -163,6 +166,12 @@ def attach(
         place = record_attached(remote, Path(out), request=request, options=body, progress=progress)
     _require_rows(place)
     return place
+
+
+def _check_order(admission: Admission, seconds: float | None, options: Mapping[str, Any]) -> None:
+    """Refuse here what the server would refuse: an order that makes no sense (UsageError)."""
+    budget = options.get("max_bytes")
+    Order("", admission, options.get("level", "values"), parse_bytes(budget) if budget else None, seconds=seconds)
 
 
 def _request(prompts: Path, selection: Selection, max_new_tokens: int, batch_size: int, temperature: float) -> Request:

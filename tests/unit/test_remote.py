@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from eagle_trace.cli.main import app
 from eagle_trace.errors import EagleTraceError, HostError, RecordingError, UsageError
 from eagle_trace_sglang.record import attach
 
@@ -107,3 +109,22 @@ def test_lines_cannot_be_chosen_without_a_prompts_file(tmp_path: Path) -> None:
 
     with pytest.raises(UsageError, match="--prompts"):
         attach(url="http://x", out=tmp_path / "s.trace", selection=Selection.parse(prompts="0"))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--mode", "train"], "belongs to record --mode serve"),
+        (["--draft", "d"], "has its target, draft and arguments already"),
+        (["--only-prompts", "0"], "--prompts"),
+        (["--sample", "2"], "share of requests"),
+        (["--requests", "0"], "1 or more"),
+    ],
+)
+def test_options_that_do_not_go_together(options: list[str], words: str, tmp_path: Path) -> None:
+    with standing_in(GET_eagle_trace=(200, READY, 0)) as url:
+        command = ["record", "--mode", "serve", "--attach", url, "--out", str(tmp_path / "s.trace"), *options]
+        run = CliRunner().invoke(app, command)
+    assert run.exit_code == 2
+    assert words in run.output
+    assert not (tmp_path / "s.trace").exists()
