@@ -150,6 +150,7 @@ def attach(
     if prompts is not None:
         request = _request(prompts, selection, max_new_tokens, batch_size, temperature)
         request = replace(request, name=f"eagle-trace-{secrets.token_hex(4)}")
+        _check_order(request.admission, seconds, options)
     elif selection.prompts:
         raise UsageError("--only-prompts chooses lines of a prompts file: give --prompts, or --requests for others'")
     else:
