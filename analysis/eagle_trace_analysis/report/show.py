@@ -41,6 +41,7 @@ def summary(trace: Trace, *, prompts: int = _PROMPTS, rounds: int = _ROUNDS) -> 
         "packages": dict(manifest.packages),
         "dtype": manifest.dtype,
         "device": manifest.device,
+        "ranks": manifest.ranks,
         "created": manifest.created,
         "stopped": manifest.stopped,
         "target": _checkpoint(manifest.target),
@@ -102,6 +103,8 @@ def _prompts(trace: Trace, names: TokenNames, most: int) -> dict[str, Any]:
                 "token_texts": [names(token) for token in tokens[:count]],
                 "token_ids": list(tokens[:count]),
                 "output": names.join(row["output_ids"] or []),
+                "cached_tokens": row["cached_tokens"] or 0,
+                "finish_reason": row["finish_reason"],
             }
         )
     return {"count": table.num_rows, "listed": listed}

@@ -46,10 +46,11 @@ def print_summary(data: Mapping[str, Any], console: Console) -> None:
         f"{data['rows']} rows of {data['prompts']['count']} prompts at {len(data['sites'])} sites, "
         f"{size(data['bytes'])}",
     )
+    ranks = f", {data['ranks']} ranks" if data["ranks"] > 1 else ""
     length = f", accept length {rounds['accept_length']:.2f} over {rounds['count']} rounds" if rounds["count"] else ""
     _line(
         console,
-        f"{data['dtype'] or 'dtype not known'} on {data['device'] or '?'}, {data['created'] or 'no date'}{length}",
+        f"{data['dtype'] or 'dtype not known'} on {data['device'] or '?'}{ranks}, {data['created'] or 'no date'}{length}",
     )
     for title, lines in (
         ("made by", _made_by(data)),
@@ -99,9 +100,11 @@ def _print_sites(sites: Sequence[Mapping[str, Any]], console: Console) -> None:
 def _print_prompts(prompts: Mapping[str, Any], console: Console) -> None:
     lines = []
     for one in prompts["listed"]:
+        cached = f" ({one['cached_tokens']} from the prefix cache)" if one["cached_tokens"] else ""
+        aborted = ", aborted" if one["finish_reason"] == "abort" else ""
         lines.append(
-            f"{one['prompt_id']} {one['prompt_key']}: {one['prompt_tokens']} tokens, "
-            f"{one['tokens'] - one['prompt_tokens']} behind it"
+            f"{one['prompt_id']} {one['prompt_key']}: {one['prompt_tokens']} tokens{cached}, "
+            f"{one['tokens'] - one['prompt_tokens']} behind it{aborted}"
         )
         lines.append(f"  {shorten(' '.join(one['token_texts']), 300)}")
         if one["output"]:
