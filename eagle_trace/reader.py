@@ -22,10 +22,7 @@ from eagle_trace.sitedata import (
     PartFile,
     RowGroup,
     SiteData,
-    SketchReader,
-    ValueReader,
     append_rows,
-    iter_blocks,
     join_shards,
     match_rows,
     padded_paths,
@@ -37,6 +34,7 @@ from eagle_trace.sitedata import (
 from eagle_trace.sites import draft_sites
 from eagle_trace.store import Place, Store, open_store, reason
 from eagle_trace.tables import last_prompts, read_table, whole_params
+from eagle_trace.valuereader import SketchReader, ValueReader, iter_blocks
 
 __all__ = [
     "RowGroup",

@@ -121,11 +121,11 @@ def test_each_row_group_is_decoded_once(tmp_path: Path, data: Data, monkeypatch:
     train = make(tmp_path / "train", "train", rows_of(np.arange(COUNT)), y, (50,), np.float32)
     order = np.random.default_rng(2).permutation(COUNT)
     serve = make(tmp_path / "serve", "serve", rows_of(order), x[order], (64,), np.float32)
-    from eagle_trace import sitedata
+    from eagle_trace import valuereader
 
     decoded: list[int] = []
-    original = sitedata._decode
-    monkeypatch.setattr(sitedata, "_decode", lambda *args: (decoded.append(1), original(*args))[1])
+    original = valuereader._decode
+    monkeypatch.setattr(valuereader, "_decode", lambda *args: (decoded.append(1), original(*args))[1])
     compare_values(train, serve)
     groups = sum(len(one.groups) for trace in (train, serve) for one in trace.site_data("embed"))
     assert len(decoded) == groups

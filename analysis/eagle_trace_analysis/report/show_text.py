@@ -48,10 +48,8 @@ def print_summary(data: Mapping[str, Any], console: Console) -> None:
     )
     ranks = f", {data['ranks']} ranks" if data["ranks"] > 1 else ""
     length = f", accept length {rounds['accept_length']:.2f} over {rounds['count']} rounds" if rounds["count"] else ""
-    _line(
-        console,
-        f"{data['dtype'] or 'dtype not known'} on {data['device'] or '?'}{ranks}, {data['created'] or 'no date'}{length}",
-    )
+    where = f"{data['dtype'] or 'dtype not known'} on {data['device'] or '?'}{ranks}"
+    _line(console, f"{where}, {data['created'] or 'no date'}{length}")
     for title, lines in (
         ("made by", _made_by(data)),
         ("what recording changed", data["changes"]),
