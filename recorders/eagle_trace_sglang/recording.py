@@ -40,6 +40,8 @@ class _Call:
     #: rows of the call that a tensor of fewer rows than tokens holds, one a request
     picked: Index
     captures: dict[str, Array | Reduced] = field(default_factory=dict)
+    #: sites of which there are only the rows `picked`
+    at_picked: set[str] = field(default_factory=set)
     shapes: dict[str, tuple[list[int], str]] = field(default_factory=dict)
 
 
@@ -83,6 +85,7 @@ class Recording:
         """A request was answered or aborted."""
         if request.rid in self._requests and request.rid not in self._admitted.ended:
             self._admitted.ended.add(request.rid)
+            self._tracker.leave(request.rid)
 
     @property
     def done(self) -> bool:
@@ -147,10 +150,12 @@ class Recording:
         call.shapes[site] = (shape, str(tensor.dtype).removeprefix("torch."))
         if self.order.level == "shapes" or not self._wanted(site, tensor.shape[-1]):
             return
-        if not call.whole and len(tensor) == len(call.facts.input_ids):
+        if len(tensor) != len(call.facts.input_ids):
+            call.at_picked.add(site)
+        elif not call.whole:
             tensor = tensor[_torch_index(call.index, tensor)]
         # `_write` takes parts of these: slices by target layer, the best ids, rows of some requests
-        whole = site in ("fused", "logits") or len(tensor) != len(call.rows)
+        whole = site in ("fused", "logits") or site in call.at_picked
         call.captures[site] = to_rows(tensor) if whole else capture_rows(tensor, self.order.level, shard)
 
     def replayed(self, batch: Any, select_index: Any, logits: Any, carry: Any) -> None:
@@ -192,7 +197,7 @@ class Recording:
                     writer.put_values(name, rows, np.ascontiguousarray(fused[:, columns]))
         for site, values in call.captures.items():
             at, kept = rows, values
-            if isinstance(values, np.ndarray) and len(values) != len(rows):
+            if isinstance(values, np.ndarray) and site in call.at_picked:
                 # a prefill has logits for the last row of each request only
                 position = {int(row): number for number, row in enumerate(call.index)}
                 pairs = [(position[int(row)], b) for b, row in enumerate(call.picked) if int(row) in position]
