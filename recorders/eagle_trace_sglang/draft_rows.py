@@ -78,30 +78,41 @@ class RowTracker:
 
     def __init__(self) -> None:
         self._requests: dict[str, _Request] = {}
+        self._left: dict[str, _Request] = {}
         self._parents: Ints | None = None
 
     def admit(self, rid: str, prompt_id: int) -> None:
         """Follow request `rid` from its first call on, as prompt `prompt_id`."""
         self._requests[rid] = _Request(prompt_id)
 
+    def leave(self, rid: str) -> None:
+        """Request `rid` has ended: calls under its id are those of another request from now on."""
+        if rid in self._requests:
+            self._left[rid] = self._requests.pop(rid)
+
     def __contains__(self, rid: str) -> bool:
+        """Whether a request is recorded and has not ended."""
         return rid in self._requests
 
     def prompt_id(self, rid: str) -> int:
-        """Prompt id of a recorded request."""
+        """Prompt id of a request that goes on."""
         return self._requests[rid].prompt_id
 
     def first_root(self, rid: str) -> int:
         """First position of a request that was computed; those before it came from a prefix cache. 0 before any was."""
-        return min(self._requests[rid].tokens, default=0)
+        return min(self._any(rid).tokens, default=0)
 
     def committed(self, rid: str, prompt: Sequence[int]) -> list[int]:
         """`prompt` and every token the server committed behind it, also those past the end of its answer."""
-        tokens = self._requests[rid].tokens
+        tokens = self._any(rid).tokens
         ids = list(prompt)
         while len(ids) - 1 in tokens:
             ids.append(tokens[len(ids) - 1])
         return ids
+
+    def _any(self, rid: str) -> _Request:
+        """What is known of a request, whether it goes on or has ended."""
+        return self._requests[rid] if rid in self._requests else self._left[rid]
 
     def close_round(self, rid: str) -> int:
         """Count a verify round of a request and return its number, from 1."""
