@@ -215,7 +215,11 @@ def test_ctrl_c_leaves_no_process_and_no_sealed_trace(tmp_path: Path, deployed: 
         sys.executable, "-m", "eagle_trace.cli.main", "record", "--mode", "serve", "--target", str(TARGET),
         "--draft", str(deployed), "--prompts", str(four_prompts), "--out", str(out), "--max-new-tokens", "900",
     ]  # fmt: skip
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ)
+    process = subprocess.Popen(
+        command, stderr=subprocess.PIPE, text=True, env=os.environ,
+        # tests that run in a shell's background were told to ignore it, and so would every process they start
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )  # fmt: skip
     assert process.stderr is not None
     for line in process.stderr:
         if line.startswith("recording"):
