@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,13 @@ Topk = tuple[Rows, Array, Array, Array, Array]
 
 def rows_table(items: Sequence[tuple[Rows, Mapping[str, Array]]]) -> pa.Table:
     """Batches of keys as one table, with the columns of `schema.TRAINING` that are known of them."""
-    return pa.concat_tables([_rows_of(*item) for item in items])
+    # joined before they become Arrow columns: a server's batches are a few rows each, and there are thousands
+    tables = []
+    for known, group in groupby(items, key=lambda item: [(name, array.dtype) for name, array in item[1].items()]):
+        batches = list(group)
+        training = {name: np.concatenate([columns[name] for _, columns in batches]) for name, _ in known}
+        tables.append(_rows_of(Rows.concatenate([rows for rows, _ in batches]), training))
+    return pa.concat_tables(tables)
 
 
 def _rows_of(rows: Rows, training: Mapping[str, Array]) -> pa.Table:
@@ -32,7 +39,11 @@ def _rows_of(rows: Rows, training: Mapping[str, Array]) -> pa.Table:
 
 def topk_table(items: Sequence[Topk]) -> pa.Table:
     """Batches of best ids as one table, a row an id."""
-    return pa.concat_tables([_topk_of(*item) for item in items])
+    tables = []
+    for _, group in groupby(items, key=lambda item: item[1].shape[1]):
+        rows, *arrays = zip(*group, strict=True)
+        tables.append(_topk_of(Rows.concatenate(rows), *(np.concatenate(array) for array in arrays)))
+    return pa.concat_tables(tables)
 
 
 def _topk_of(rows: Rows, draft_ids: Array, target_ids: Array, logits: Array, logprobs: Array) -> pa.Table:

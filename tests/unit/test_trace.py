@@ -150,6 +150,23 @@ def test_what_training_says_of_rows_is_kept_and_null_elsewhere(tmp_path: Path) -
     assert table.column("label").to_pylist() == [5, 6, None, None]
 
 
+def test_best_ids_of_forwards_of_any_size_are_written_in_order(tmp_path: Path) -> None:
+    prepare_output(tmp_path / "t")
+    writer = TraceWriter(tmp_path / "t", Manifest("serve", "values", "test"))
+    written, start = [], 0
+    # a draft of fewer ids than are kept has fewer columns; steps differ in the length of their paths
+    for count, step, k in ((3, 0, 4), (1, 2, 4), (2, 1, 2), (4, 0, 4)):
+        ids = RNG.integers(0, 100, (count, k))
+        writer.put_topk(make_rows(count, start, step), ids, ids + 1, ids.astype(np.float32), -ids.astype(np.float32))
+        written += [(start + row, step, rank, int(ids[row, rank])) for row in range(count) for rank in range(k)]
+        start += count
+    found = open_trace(writer.seal()).topk
+    assert list(found[["root", "step", "rank", "draft_id"]].itertuples(index=False, name=None)) == written
+    assert (found.target_id == found.draft_id + 1).all()
+    assert (found.logprob == -found.logit).all()
+    assert [len(path) for path in found.path] == found.step.tolist()
+
+
 def test_traces_written_before_training_had_columns_are_read(tmp_path: Path) -> None:
     trace = open_trace(write_trace(tmp_path / "t", {"fc.out": np.ones((2, 3), np.float32)}))
     rows = trace.path / "rows.parquet"
