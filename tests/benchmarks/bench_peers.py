@@ -4,7 +4,8 @@
 
 FOLDER is where the packages of the peers are installed (pinned, once, about 200 MB; nothing of SGLang's is replaced).
 Without a pair of models the demo pair is used; docs/walkthrough-smollm2.md says how to make the other pair of
-docs/peers.md. About 15 minutes on two cores.
+docs/peers.md. Minutes: about 15 on two cores for the demo pair, twice that for the other, where msprobe also fills
+20 GB of disk for a while.
 
 Recording: one server of eagle-trace answers the prompts unrecorded and at each level in turn; each peer has a server of
 its own, asked in turn with the unrecorded one, because most of them are on from start to end. The ratio is that of CPU
@@ -43,7 +44,7 @@ from eagle_trace_sglang.requests import Request
 from eagle_trace_sglang.server import Server, ServerOptions
 
 LEVELS = ("shapes", "stats", "sketch", "values")
-NEW_TOKENS, BATCH, CACHE_TOKENS = 48, 8, 16384
+NEW_TOKENS, BATCH = 48, 8
 REPEATS = 3
 WIDE = 7168
 
@@ -121,6 +122,7 @@ class Bench:
             for number, peer in enumerate(tools.peers()):
                 say(f"{peer.name}, healthy")
                 self.recordings.append(self._record_peer(peer, self._scratch / f"peer{number}"))
+                say(str(self.recordings[-1]))
 
     def _record_levels(self) -> None:
         levels = {level: Recording(f"eagle-trace, level {level}") for level in LEVELS}
@@ -135,6 +137,8 @@ class Bench:
                 figures.off.append(off)
                 figures.written = size(out)
         self.recordings += levels.values()
+        for figures in self.recordings:
+            say(str(figures))
 
     def _record_peer(self, peer: tools.Peer, folder: Path) -> Recording:
         figures = Recording(peer.name)
@@ -143,15 +147,29 @@ class Bench:
             with self._peer_server(peer, folder / "server", dump, self.pair.healthy) as server:
                 server.cpu_of_a_pass()  # warm-up, and what is compared
                 figures.written = size(dump) if dump.exists() else (0, 0)
-                if peer.comparisons:
-                    shutil.copytree(dump, folder / "kept", copy_function=os.link)
+                self._keep(peer, dump, folder / "kept")
                 for _ in range(self._rounds):
                     figures.off.append(self._cpu(lambda: self._server.answer(self._request)))
                     figures.spent.append(server.cpu_of_a_pass())
+                    if dump.exists():
+                        remove_files(dump)
         except HostFailedError as error:
             figures.failure = str(error)
         shutil.rmtree(dump, ignore_errors=True)
         return figures
+
+    def _keep(self, peer: tools.Peer, dump: Path, kept: Path) -> None:
+        """Move what will be compared of a dump, and leave nothing of the rest: a pass can take many gigabytes.
+
+        (msprobe at level tensor writes the parameters of every module again in every forward.)
+        """
+        for data in {comparison.data(dump) for comparison in peer.comparisons}:
+            if not data.exists():
+                continue
+            (kept / data.relative_to(dump)).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copytree(data, kept / data.relative_to(dump), copy_function=os.link)
+        if dump.exists():
+            remove_files(dump)
 
     def _cpu(self, work: Callable[[], object]) -> float:
         before = tree_cpu(self._pid)
@@ -159,7 +177,7 @@ class Bench:
         return tree_cpu(self._pid) - before
 
     def _options(self, draft: Path) -> ServerOptions:
-        return ServerOptions(self.pair.target, draft, dtype="float32", device="cpu", cache_tokens=CACHE_TOKENS)
+        return ServerOptions(self.pair.target, draft, dtype="float32", device="cpu")
 
     def _peer_server(self, peer: tools.Peer, folder: Path, dump: Path, draft: Path) -> PeerServer:
         options = self._options(draft)
@@ -238,8 +256,9 @@ class Bench:
         except HostFailedError as error:
             self.compared.append(Compared(peer.name, [], 0, f"faulty deployment: {error}"))
             return
+        self._keep(peer, dump, folder / "kept-faulty")
         for comparison in peer.comparisons:
-            self._run_comparison(peer.name, comparison, folder / "kept", dump, folder)
+            self._run_comparison(peer.name, comparison, folder / "kept", folder / "kept-faulty", folder)
 
     # ---- sizes ----------------------------------------------------------------------------------------------------
 
@@ -260,6 +279,13 @@ class Bench:
                 sketched += data.rows * buckets(width) * DTYPES[stored_dtype("bfloat16")].itemsize
                 sketched -= data.rows * buckets(data.width) * DTYPES[stored_dtype(data.dtype)].itemsize
         return raw, wide, sketched
+
+
+def remove_files(folder: Path) -> None:
+    """Remove the files below a folder, whose folders a server may go on to use."""
+    for file in folder.rglob("*"):
+        if file.is_file():
+            file.unlink()
 
 
 def diff_says(text: str) -> str:

@@ -118,7 +118,7 @@ def _msprobe(task: str) -> Callable[[Path], Sequence[str]]:
 
 def _first_step(dump: Path) -> Path:
     """Its first step (of the draft: the first prefill), in the form that `compare` reads: it takes one step a run."""
-    return min(dump.glob("step*"), key=lambda step: int(step.name.removeprefix("step")))
+    return min(dump.glob("step*"), key=lambda step: int(step.name.removeprefix("step")), default=dump / "step0")
 
 
 def _msprobe_first(healthy: Path, faulty: Path, out: Path) -> list[str]:
@@ -153,7 +153,7 @@ def msprobe_first_says(text: str, out: Path) -> str:
     """The operation that msprobe's search for the first difference names."""
     found = sorted(out.glob("diff_analyze*.json"))
     if not found:
-        return f"no result: {text.strip().splitlines()[-1]}"
+        return f"names nothing: {text.strip().splitlines()[-1].rpartition('] ')[2]}"
     names = [node["op_name"] for nodes in json.loads(found[0].read_text()).values() for node in nodes]
     return f"first different: {', '.join(names)}" if names else "names nothing"
 
