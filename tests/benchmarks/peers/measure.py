@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -96,7 +97,7 @@ class PeerServer:
 
     def _reason(self) -> str:
         lines = [line.strip() for line in self._log.read_text(errors="replace").splitlines() if line.strip()]
-        errors = [line for line in lines if "Error" in line or "ERROR" in line or "Exception" in line]
+        errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)]
         return (errors or lines or ["no output"])[-1][:300]
 
     def _take_down(self) -> None:
