@@ -8,7 +8,7 @@ import tarfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from http.client import HTTPException
@@ -187,7 +187,7 @@ def _ask(remote: Remote, request: Request, progress: Progress) -> tuple[dict[str
     waiting = list(zip(request.rids, request.prompts, strict=True))
     running: dict[Future[dict[str, Any]], str] = {}
     unanswered: list[str] = []
-    with ThreadPoolExecutor(request.batch_size) as pool:
+    with ThreadPoolExecutor(request.batch_size) as pool, _given_up_on_error(remote, running):
         while waiting or running:
             while waiting and len(running) < request.batch_size:
                 rid, prompt = waiting.pop(0)
@@ -214,6 +214,17 @@ def _ask(remote: Remote, request: Request, progress: Progress) -> tuple[dict[str
         else None
     )
     return {"server_counts": counts}, why
+
+
+@contextlib.contextmanager
+def _given_up_on_error(remote: Remote, running: Mapping[Any, str]) -> Iterator[None]:
+    """Whoever is interrupted does not wait for answers that nobody will read, and the server does not compute them."""
+    try:
+        yield
+    except BaseException:
+        for rid in list(running.values()):
+            remote.abort(rid)
+        raise
 
 
 def _wait_for_others(remote: Remote, progress: Progress) -> dict[str, Any]:
