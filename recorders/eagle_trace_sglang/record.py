@@ -185,6 +185,11 @@ def _no_empty_folder(out: Place) -> Any:
 
 def _require_rows(place: Place) -> None:
     trace = open_trace(place)
+    if not len(trace.prompts):
+        why = f" ({trace.manifest.stopped})" if trace.manifest.stopped else ""
+        raise HostError(
+            f"no request came that was asked for{why}: {place} is empty; do --match and --sample leave any?"
+        )
     left_out = "selection" in trace.manifest.settings
     if not len(trace.rows) and not left_out:
         raise HostError(f"SGLang answered, but its draft was never run: {place} holds no rows; is speculation on?")
