@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from eagle_trace.capture import Rows
 from eagle_trace.errors import UsageError
+from eagle_trace.sites import draft_sites
 
 #: half-open ranges of integers; None where a range has no end
 Ranges = tuple[tuple[int, int | None], ...]
@@ -53,6 +54,12 @@ class Selection:
             UsageError: not of that form.
         """
         patterns = tuple(word.strip() for word in (sites or "").split(",") if word.strip())
+        for pattern in patterns:
+            if not any(fnmatchcase(site.name, pattern) for site in draft_sites(64, 8)):
+                raise UsageError(
+                    f"no site is called {pattern!r}: names are such as fc.out, layer.0.attn.q, logits, topk.draft_id, "
+                    "and * stands for anything"
+                )
         return cls(patterns, parse_ranges(roots), parse_ranges(steps), parse_ranges(prompts))
 
     @property

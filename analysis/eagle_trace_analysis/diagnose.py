@@ -10,8 +10,9 @@ from eagle_trace.reader import Trace
 from eagle_trace.sites import draft_sites
 from eagle_trace_analysis.causes import REGISTRY
 from eagle_trace_analysis.causes.base import RECORD_VALUES, Verdict, not_tested
-from eagle_trace_analysis.causes.parameters import not_loaded, same, site_of
+from eagle_trace_analysis.causes.parameters import not_loaded, site_of
 from eagle_trace_analysis.context import Checkpoints, Context
+from eagle_trace_analysis.params import same
 from eagle_trace_analysis.replay import Replayed
 from eagle_trace_analysis.result import Diff
 from eagle_trace_analysis.steps import STEPS

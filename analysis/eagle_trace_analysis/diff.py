@@ -28,6 +28,7 @@ from eagle_trace_analysis.fold import Executor, Threads, fold
 from eagle_trace_analysis.frontier import find_frontier, shape_order
 from eagle_trace_analysis.metrics import IdMetrics, Metrics
 from eagle_trace_analysis.pairs import SKIP_REASONS, Coverage, Pairs
+from eagle_trace_analysis.params import differing
 from eagle_trace_analysis.prediction import predict
 from eagle_trace_analysis.ranks import check_ranks
 from eagle_trace_analysis.result import Diff, Divergence, Note, SiteResult
@@ -305,6 +306,10 @@ class _Comparison:
                 more = f"; and {len(found) - _LISTED} more" if len(found) > _LISTED else ""
                 text = "; ".join(one.text for one in found[:_LISTED])
                 self.notes.append(Note("ranks", f"{trace.path}: ranks differ at {text}{more}"))
+        if wrong := differing(self.train, self.serve):
+            more = f" and {len(wrong) - _LISTED} more" if len(wrong) > _LISTED else ""
+            text = f"as loaded, {', '.join(wrong[:_LISTED])}{more} in serving are not the trained ones"
+            self.notes.append(Note("parameters", text))
         digests = {self.train.manifest.prompts_digest, self.serve.manifest.prompts_digest}
         if len(digests) > 1 and "" not in digests:
             self.notes.append(Note("prompts-digest", "the two sides were recorded on different sets of prompts"))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -95,6 +96,11 @@ class Dask:
         except ImportError as error:
             raise UsageError("--scheduler needs Dask: pip install 'eagle-trace[dask]'") from error
         self.scheduler = scheduler
+        if not re.search(r"://|:\d+$", scheduler):
+            # Dask would say so too, and then hang for 20 seconds in a destructor of its own
+            raise SchedulerError(
+                f"no Dask scheduler answers at {scheduler}, which is no address: they look like tcp://host:8786"
+            )
         try:
             self._client = Client(scheduler, timeout=ANSWER_SECONDS, set_as_default=False)
         except Exception as error:  # what answers there may be anything

@@ -166,7 +166,7 @@ def _record_command(command: list[str], *, out: str, **options: Any) -> NoReturn
     """Run and record a training command; leave with its exit status."""
     from eagle_trace_speculators.command import record_command
 
-    recorded = record_command(command, out=Path(out), **options)
+    recorded = record_command(command, out=as_place(out), **options)
     if recorded.trace:
         typer.echo(f"Wrote {recorded.trace}", err=True)
     if recorded.problem:

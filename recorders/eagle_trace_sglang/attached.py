@@ -42,7 +42,12 @@ def arm() -> None:
     global _control
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    order = order_of(os.environ)
+    try:
+        order = order_of(os.environ)
+    except EagleTraceError as error:
+        # it can still be told over HTTP what to record
+        logger.error("eagle-trace records nothing by itself: %s", error)  # noqa: TRY400 (a sentence, not a bug)
+        order = None
     _control = Control()
     os.environ.update(_control.environment)
 

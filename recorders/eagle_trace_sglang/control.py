@@ -39,6 +39,10 @@ WATCH_SECONDS = 0.2
 logger = logging.getLogger(__name__)
 
 
+#: what a client may know of the server
+_TOLD = ("target", "draft", "steps", "topk", "draft_tokens", "vocab_size", "context_length")
+
+
 class _Rank:
     """The recorder in one scheduler process."""
 
@@ -173,7 +177,7 @@ class Control:
             "out": order.out if order is not None else None,
             **counts,
             "last": self._last,
-            "server": {name: facts[name] for name in ("target", "draft", "steps", "topk", "draft_tokens") if facts},
+            "server": {name: facts[name] for name in _TOLD if name in facts},
         }
 
     def raise_failure(self) -> None:

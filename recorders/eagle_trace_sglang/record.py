@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from eagle_trace.errors import HostError, UsageError
+from eagle_trace.errors import HostError, RecordingError, UsageError
 from eagle_trace.prompts import read_prompts
 from eagle_trace.reader import open_trace
 from eagle_trace.selection import EVERYTHING, Selection, parse_bytes, select_prompts
@@ -156,6 +156,8 @@ def attach(
     else:
         options |= {"requests": requests, "match": match, "sample": sample}
     _check_order(Admission(None, requests, match, sample), seconds, options)
+    if not timeout > 0:
+        raise UsageError(f"--timeout must be a positive number of seconds, not {timeout:g}")
     if is_url(out):
         raise UsageError(f"--attach fetches into a local folder; for traces there, start the server with {OUT}={out}")
     check_output(out, force=force)
@@ -195,6 +197,12 @@ def _no_empty_folder(out: Place) -> Any:
 
 def _require_rows(place: Place) -> None:
     trace = open_trace(place)
-    left_out = "selection" in trace.manifest.settings
-    if not len(trace.rows) and not left_out:
+    if not len(trace.prompts):
+        why = f" ({trace.manifest.stopped})" if trace.manifest.stopped else ""
+        raise HostError(
+            f"no request came that was asked for{why}: {place} is empty; do --match and --sample leave any?"
+        )
+    if not len(trace.rows) and "selection" in trace.manifest.settings:
+        raise RecordingError(f"{place} holds no rows: --roots and --only-steps left none of what was computed")
+    if not len(trace.rows):
         raise HostError(f"SGLang answered, but its draft was never run: {place} holds no rows; is speculation on?")

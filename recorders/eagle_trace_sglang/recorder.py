@@ -101,6 +101,8 @@ class ServeRecorder:
             "steps": int(self._worker.speculative_num_steps),
             "topk": int(self._worker.topk),
             "draft_tokens": int(self._worker.speculative_num_draft_tokens),
+            "vocab_size": int(target.model_config.vocab_size),
+            "context_length": int(target.model_config.context_len),
             "prefix_cache": not get_memory().disable_radix_cache,
             "rank": self._rank,
             "ranks": self._ranks,

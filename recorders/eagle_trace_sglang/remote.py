@@ -8,7 +8,7 @@ import tarfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from http.client import HTTPException
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from eagle_trace.errors import HostError, PromptsError, RecordingError
-from eagle_trace.prompts import Prompt
+from eagle_trace.prompts import Prompt, check_tokens
 from eagle_trace.reader import open_trace
 from eagle_trace.store import Place, is_url
 from eagle_trace_sglang.requests import Answers, Request, speculation
@@ -160,6 +160,7 @@ def record_attached(
     """
     status = remote.status()
     if request is not None:
+        _check_prompts(request, status["server"])
         named = {rid: [number, request.prompts[number].key] for number, rid in enumerate(request.rids)}
         options = options | {"named": named, "settings": request.settings | options.get("settings", {})}
     place = remote.start(options)["out"]
@@ -175,10 +176,19 @@ def record_attached(
         # what was recorded up to here is whole, and stays on the server
         with contextlib.suppress(HostError, RecordingError):
             remote.finish({}, "record was interrupted")
+            progress(f"the server keeps what was recorded up to here: {place}")
         raise
     if request is not None:
         status = remote.finish(settings, stopped)
     return _collect(remote, status, out, progress)
+
+
+def _check_prompts(request: Request, server: Mapping[str, Any]) -> None:
+    """Refuse token ids that this server's target cannot take: they would not be refused there, but kill it."""
+    config = {"vocab_size": server.get("vocab_size"), "max_position_embeddings": server.get("context_length")}
+    for prompt in request.prompts:
+        if prompt.input_ids is not None:
+            check_tokens(prompt.key, prompt.input_ids, config, request.max_new_tokens)
 
 
 def _ask(remote: Remote, request: Request, progress: Progress) -> tuple[dict[str, Any], str | None]:
@@ -187,7 +197,7 @@ def _ask(remote: Remote, request: Request, progress: Progress) -> tuple[dict[str
     started = renewed = time.monotonic()
     waiting = list(zip(request.rids, request.prompts, strict=True))
     running: dict[Future[dict[str, Any]], str] = {}
-    unanswered: list[str] = []
+    unanswered: list[HostError | PromptsError] = []
     pool = ThreadPoolExecutor(request.batch_size)
     try:
         while waiting or running:
@@ -198,14 +208,16 @@ def _ask(remote: Remote, request: Request, progress: Progress) -> tuple[dict[str
             if time.monotonic() - renewed >= RENEW_SECONDS:
                 renewed = time.monotonic()
                 with contextlib.suppress(HostError, RecordingError):
-                    remote.status()  # so that the server knows that somebody still waits
+                    # also tells the server that somebody still waits
+                    if remote.status()["state"] != "recording":
+                        waiting.clear()  # a limit was reached: what is still asked would be recorded nowhere
             for future in done:
                 rid = running.pop(future)
                 try:
                     answer = future.result()
-                except HostError as error:
-                    # a request that never ends, or a server that is gone: the others' rows are worth keeping
-                    unanswered.append(str(error))
+                except (HostError, PromptsError) as error:
+                    # a request that never ends or is refused, a server that is gone: keep the others' rows
+                    unanswered.append(error)
                     remote.abort(rid)
                     continue
                 answers.speculation[rid] = speculation(answer.get("meta_info") or {})
@@ -217,7 +229,7 @@ def _ask(remote: Remote, request: Request, progress: Progress) -> tuple[dict[str
             remote.abort(rid)
         pool.shutdown(wait=False, cancel_futures=True)
     if len(unanswered) == len(request.prompts):
-        raise HostError(f"no prompt was answered: {unanswered[0]}")
+        raise type(unanswered[0])(f"no prompt was answered: {unanswered[0]}")
     counts = {rid: counted for rid, counted in answers.speculation.items() if counted}
     why = (
         f"{len(unanswered)} of {len(request.prompts)} prompts were not answered: {unanswered[0]}"

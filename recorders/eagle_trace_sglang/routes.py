@@ -25,6 +25,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from pydantic import BaseModel
 
 from eagle_trace.errors import EagleTraceError, TraceNotFoundError, UsageError
+from eagle_trace.manifest import rank_of_seal
 from eagle_trace.selection import Selection, parse_bytes
 from eagle_trace.store import is_url
 from eagle_trace_sglang.admission import Admission
@@ -106,8 +107,11 @@ def add_routes(app: FastAPI, control: Control, folder: str) -> None:
 
     @router.delete("/traces/{name}")
     def remove(name: str) -> dict[str, Any]:
-        shutil.rmtree(_trace(folder, name))
-        return control.status()
+        path, status = _trace(folder, name), control.status()
+        if status["out"] is not None and Path(status["out"]) == path:
+            raise UsageError(f"{name} is being recorded: end it first with POST /eagle_trace/finish")
+        shutil.rmtree(path)
+        return status
 
     app.include_router(router)
     app.add_exception_handler(EagleTraceError, _refuse)
@@ -118,11 +122,15 @@ def _refuse(_request: Any, error: Exception) -> JSONResponse:
 
 
 def _trace(folder: str, name: str) -> Path:
-    """The trace `name` below `folder`, which must be on this machine's own disks."""
+    """The trace `name` right below `folder`, which must be on this machine's own disks.
+
+    Whoever reaches the server may name it, so nothing but a folder that a recorder made will do.
+    """
     if is_url(folder):
         raise UsageError(f"traces of this server lie at {folder}: open them there")
     path = Path(folder) / name
-    if Path(name).name != name or not path.is_dir():
+    made = path.is_dir() and not path.is_symlink() and any(rank_of_seal(entry.name) for entry in path.iterdir())
+    if name in ("", ".", "..") or Path(name).name != name or not made:
         raise TraceNotFoundError(f"this server has no trace {name!r}")
     return path
 

@@ -16,7 +16,8 @@ from pathlib import Path
 from eagle_trace.errors import EagleTraceError, UsageError
 from eagle_trace.reader import open_trace
 from eagle_trace.selection import Selection
-from eagle_trace.writer import prepare_output
+from eagle_trace.store import Place, open_store, reason
+from eagle_trace.writer import prepare_output, remove_empty
 from eagle_trace_speculators import arm
 
 SHIM = Path(__file__).parent / "shim"
@@ -33,14 +34,14 @@ class Recorded:
     """
 
     status: int
-    trace: Path | None
+    trace: Place | None
     problem: str = ""
 
 
 def record_command(
     command: Sequence[str],
     *,
-    out: Path,
+    out: Place,
     batches: int = 2,
     level: str = "values",
     selection: Selection = Selection(),
@@ -52,7 +53,7 @@ def record_command(
 
     Args:
         command: the command and its arguments, e.g. ``speculators train --config run.yaml``.
-        out: folder of the trace; all ranks of the command write into it.
+        out: folder of the trace, or its URL; all ranks of the command write into it.
         batches, level, selection, max_bytes, first_token: see `recording`.
         force: replace the trace at `out`.
 
@@ -63,7 +64,8 @@ def record_command(
     if batches < 1:
         raise UsageError(f"--batches must be 1 or more, not {batches}")
     program = _program(command[0])
-    out = out.absolute()
+    if isinstance(out, Path):
+        out = out.absolute()
     prepare_output(out, force=force)
     told = {
         "out": out, "batches": batches, "level": level, "max_bytes": max_bytes, "first_token": first_token,
@@ -73,7 +75,12 @@ def record_command(
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(arm.PREFIX)}
     environment = inherited | arm.environment(told) | {"PYTHONPATH": search}
     started: list[subprocess.Popen[bytes]] = []
-    with _signals_to(started), subprocess.Popen([program, *command[1:]], env=environment) as child:
+    with _signals_to(started):
+        try:
+            child = subprocess.Popen([program, *command[1:]], env=environment)
+        except OSError as error:
+            remove_empty(out)
+            raise UsageError(f"cannot run {program}: {reason(error)}") from error
         started.append(child)
         status = child.wait()
     # a shell says it this way, too
@@ -112,10 +119,10 @@ def _signals_to(children: Sequence[subprocess.Popen[bytes]]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _outcome(command: Sequence[str], status: int, out: Path) -> Recorded:
+def _outcome(command: Sequence[str], status: int, out: Place) -> Recorded:
     words = " ".join(command[:2])
-    if not any(out.iterdir()):
-        out.rmdir()
+    if not open_store(out).sizes():
+        remove_empty(out)
         return Recorded(
             status or 2,
             None,

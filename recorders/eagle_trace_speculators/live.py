@@ -22,6 +22,7 @@ from eagle_trace.errors import HostError, RecordingError, UsageError
 from eagle_trace.prompts import prompts_digest
 from eagle_trace.recorder import Hooks
 from eagle_trace.selection import Selection
+from eagle_trace.store import as_place
 from eagle_trace.writer import TraceWriter, prepare_output
 from eagle_trace_speculators.first_tokens import FirstTokens
 from eagle_trace_speculators.hooks import SiteTap
@@ -58,7 +59,7 @@ def recording(
 
     Args:
         model: speculators' `Eagle3DraftModel`, also inside DistributedDataParallel, FSDP or torch.compile.
-        out: folder of the trace to write; all ranks write into it.
+        out: folder of the trace to write, or its URL; all ranks write into it.
         batches: number of forwards to record; batches of padding alone do not count.
         level: how much to keep of each row.
         selection: which sites, roots, steps and documents to keep; shapes are kept of all sites.
@@ -80,7 +81,7 @@ def recording(
             raise UsageError(f"steps must be 1 or more, and not beside a selection of steps; it is {steps}")
         selection = Selection(selection.sites, selection.roots, ((0, steps),), selection.prompts)
     datasets = dataset if isinstance(dataset, tuple) else () if dataset is None else (dataset,)
-    options = LiveOptions(Path(out), batches, level, selection, max_bytes, first_token, datasets, force)
+    options = LiveOptions(as_place(str(out)), batches, level, selection, max_bytes, first_token, datasets, force)
     options.check()
     return Recording(model, options)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +16,7 @@ from eagle_trace.prompts import content_key, unique_key
 from eagle_trace.recorder import best_ids, to_array
 from eagle_trace.selection import Selection
 from eagle_trace.sites import fused_slices
+from eagle_trace.store import Place
 from eagle_trace.writer import TraceWriter
 from eagle_trace_speculators.batches import Batch
 from eagle_trace_speculators.first_tokens import UNKNOWN, FirstTokens
@@ -33,7 +33,7 @@ LEAKING = "loss_rows_across_documents"
 class LiveOptions:
     """What a recording of a training is asked to do; see `recording`."""
 
-    out: Path
+    out: Place
     batches: int = 2
     level: str = "values"
     selection: Selection = Selection()

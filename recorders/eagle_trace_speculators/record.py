@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -181,8 +181,14 @@ def _tasks(asked: TrainOptions, draft: LoadedDraft, trace: Trace | None, manifes
     }
     if left_out := asked.selection.to_dict():
         manifest.settings["selection"] = left_out
-    manifest.prompts_digest = prompts_digest([str(task.record["prompt_key"]) for task in tasks])
+    manifest.prompts_digest = prompts_digest(_keys(tasks))
     return tasks, steps
+
+
+def _keys(tasks: Sequence[Task]) -> list[str]:
+    """Prompt keys by prompt number: a server notes its prompts in the order they came."""
+    records = sorted((task.record for task in tasks), key=lambda record: int(record["prompt_id"]))
+    return [str(record["prompt_key"]) for record in records]
 
 
 def trained_steps(draft: LoadedDraft) -> int:

@@ -101,6 +101,14 @@ def test_a_command_that_trains_nothing_is_said_and_leaves_nothing(tmp_path: Path
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_url_is_no_local_folder_of_that_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    told = "import os; open('told', 'w').write(os.environ['EAGLE_TRACE_TRAIN_OUT'])"
+    assert record_command(command(told), out="memory://t.trace").status == 2
+    assert (tmp_path / "told").read_text() == "memory://t.trace"
+    assert [path.name for path in tmp_path.iterdir()] == ["told"]
+
+
 def test_the_commands_own_exit_status_comes_back(tmp_path: Path) -> None:
     assert record_command(command("raise SystemExit(7)"), out=tmp_path / "t.trace").status == 7
     killed = record_command(command("import os; os.kill(os.getpid(), 9)"), out=tmp_path / "t.trace")
@@ -150,6 +158,10 @@ def test_what_makes_no_sense_is_refused_before_the_command_starts(tmp_path: Path
         record_command(code, out=tmp_path)
     with pytest.raises(UsageError, match="no command 'no-such-trainer'"):
         record_command(["no-such-trainer"], out=tmp_path / "t.trace")
+    (tmp_path / "no-program").write_text("neither a script nor a binary")
+    (tmp_path / "no-program").chmod(0o755)
+    with pytest.raises(UsageError, match=r"cannot run .*no-program: Exec format error"):
+        record_command([str(tmp_path / "no-program")], out=tmp_path / "t.trace")
     with pytest.raises(UsageError, match="1 or more"):
         record_command(code, out=tmp_path / "t.trace", batches=0)
     assert not ran.exists()

@@ -243,6 +243,22 @@ def test_a_scheduler_that_does_not_answer(pairs: dict[str, tuple[Path, Path]], m
         assert "Traceback" not in run.output
 
 
+def test_what_is_no_address_is_not_waited_for(pairs: dict[str, tuple[Path, Path]]) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "eagle_trace.cli.main",
+        "diff",
+        *map(str, pairs["values"]),
+        "--scheduler",
+        "nonsense",
+    ]
+    run = subprocess.run(command, check=False, capture_output=True, text=True, timeout=15)
+    assert run.returncode == 2
+    assert "nonsense, which is no address" in run.stderr
+    assert "Traceback" not in run.stderr, "nor from Dask's destructors, when Python ends"
+
+
 def test_a_scheduler_without_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(folding, "ANSWER_SECONDS", 0.5)
     with (

@@ -18,7 +18,7 @@ from eagle_trace.reader import Trace, ValueReader, iter_blocks
 from eagle_trace.recorder import parameter_row
 from eagle_trace.writer import DP_STRIDE, TraceWriter, prepare_output
 from eagle_trace_analysis import diff
-from eagle_trace_analysis.causes.parameters import same
+from eagle_trace_analysis.params import same
 from eagle_trace_analysis.ranks import check_ranks
 from tests.support.synthetic import Side, make_prompts, write_trace
 

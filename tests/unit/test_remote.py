@@ -16,7 +16,10 @@ from typer.testing import CliRunner
 
 from eagle_trace.cli.main import app
 from eagle_trace.errors import EagleTraceError, HostError, RecordingError, UsageError
+from eagle_trace.prompts import Prompt
 from eagle_trace_sglang.record import attach
+from eagle_trace_sglang.remote import Remote, _ask
+from eagle_trace_sglang.requests import Request
 
 READY = {"state": "ready", "last": {}, "server": {}}
 
@@ -128,3 +131,27 @@ def test_options_that_do_not_go_together(options: list[str], words: str, tmp_pat
     assert run.exit_code == 2
     assert words in run.output
     assert not (tmp_path / "s.trace").exists()
+
+
+def test_who_is_interrupted_does_not_wait_for_answers_nobody_will_read() -> None:
+    class Slow(Remote):
+        """Answers the first prompt at once, and the others when they are given up."""
+
+        def generate(self, prompt: Prompt, rid: str, sampling: dict[str, Any]) -> dict[str, Any]:
+            if rid != "eagle-trace-0":
+                assert given_up.wait(30), "the request was never given up"
+            return {}
+
+        def abort(self, rid: str) -> None:
+            aborted.append(rid)
+            given_up.set()
+
+    def interrupt(_: str) -> None:
+        raise KeyboardInterrupt
+
+    aborted: list[str] = []
+    given_up = threading.Event()
+    request = Request([Prompt(key=text, text=text) for text in ("one", "two")])
+    with pytest.raises(KeyboardInterrupt):
+        _ask(Slow("http://nowhere"), request, interrupt)
+    assert aborted == ["eagle-trace-1"]

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from typing import Any
 
 from eagle_trace_analysis.causes.base import Cause, Outcome, clipped, confirmed, not_tested, ruled_out
 from eagle_trace_analysis.checkpoint import engine
 from eagle_trace_analysis.context import Context
+from eagle_trace_analysis.params import same
 
 #: where a parameter is first used, by the end of its name
 USED_AT = {
@@ -44,18 +43,6 @@ def site_of(name: str) -> str | None:
     if end not in USED_AT:
         return None
     return f"layer.{layer.group(1)}.{USED_AT[end]}" if layer else USED_AT[end]
-
-
-def same(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
-    """Whether two rows of params.parquet hold the same numbers: by digest, or by norm if the dtypes differ or one was
-    put together from the shards of several ranks and so has no digest.
-    """
-    if a["dtype"] == b["dtype"] and a["digest"] and b["digest"]:
-        return bool(a["digest"] == b["digest"])
-    # of equal numbers, the norms differ by how they were summed or by the rounding to the other dtype
-    allowed = 1e-9 if a["dtype"] == b["dtype"] else 4e-3
-    close = abs(a["norm"] - b["norm"]) <= allowed * abs(b["norm"])
-    return bool(close and a["nonfinite"] == b["nonfinite"] and list(a["shape"]) == list(b["shape"]))
 
 
 def not_loaded(context: Context) -> list[str]:
