@@ -211,9 +211,19 @@ def test_what_cannot_be_done_is_said(idle: Attached, tmp_path: Path) -> None:
     assert not (tmp_path / "s.trace").exists()
     idle.post("/eagle_trace/finish", {})
     assert open_trace(idle.traces[-1]).manifest.stopped == "told to stop"
-    endless = write_prompts(tmp_path / "q.jsonl", {"input_ids": [1] * 30000})
+    # these would not be refused by SGLang, but end it
+    foreign = write_prompts(tmp_path / "f.jsonl", {"input_ids": [999999]})
+    with pytest.raises(PromptsError, match="the target's vocabulary ends at"):
+        attach(url=idle.url, prompts=foreign, out=tmp_path / "f.trace")
+    endless = {"prompt": "a" * 3000}
     with pytest.raises(PromptsError, match="answered /generate with 400"):
-        attach(url=idle.url, prompts=endless, out=tmp_path / "q.trace")
+        attach(url=idle.url, prompts=write_prompts(tmp_path / "q.jsonl", endless), out=tmp_path / "q.trace")
+    # one that is refused does not cost the others
+    prompts = write_prompts(tmp_path / "o.jsonl", {"prompt": "One of two"}, endless)
+    attach(url=idle.url, prompts=prompts, out=tmp_path / "o.trace", max_new_tokens=8)
+    trace = open_trace(tmp_path / "o.trace")
+    assert len(trace.prompts) == 1
+    assert "1 of 2 prompts were not answered" in str(trace.manifest.stopped)
     with pytest.raises(HostError, match="cannot reach"):
         attach(url="http://127.0.0.1:9", prompts=prompts, out=tmp_path / "r.trace")
 
