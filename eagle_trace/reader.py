@@ -192,6 +192,11 @@ class Trace:
         return seen
 
     @property
+    def kept_sites(self) -> list[str]:
+        """Names of the sites with rows, in forward order; none at level ``shapes``."""
+        return [site for site in self.sites if self.site_data(site)]
+
+    @property
     def sites(self) -> list[str]:
         """Names of the sites with rows, in forward order (every site seen, at level ``shapes``)."""
         names = {name for name in self._scanned if self.site_data(name)} or set(self.shapes)

@@ -116,7 +116,7 @@ class _Comparison:
         frontier = find_frontier(self.sites, results)
         ordered = self._in_order({node: replace(result, frontier=node in frontier) for node, result in results.items()})
         if reason is None and not frontier:
-            reason = self._too_little(minimum_share)
+            reason = self._too_little(minimum_share) or self._no_numbers(results)
         return Diff(
             sites=tuple(ordered),
             coverage=self.alignment.coverage,
@@ -171,6 +171,13 @@ class _Comparison:
             f"{_both(_extent(self.train), _extent(self.serve), 'rows')}. "
             f"Record the train side with --replay {self.serve.path}, or lower --minimum-share"
         )
+
+    def _no_numbers(self, results: Results) -> str | None:
+        """Agreement above level shapes must speak of numbers."""
+        if self.level == "shapes" or any(isinstance(result.metrics, Metrics) for result in results.values()):
+            return None
+        kept = _both(self.train.kept_sites, self.serve.kept_sites, "sites with values")
+        return f"no values were compared, though nothing else differs: {kept}. Record both sides with the same --sites"
 
     # ---- the comparison
     # ---------------------------------------------------------------------------------------

@@ -101,6 +101,7 @@ def record(
     from eagle_trace.recorder import find_recorder
     from eagle_trace.selection import Selection, parse_bytes
 
+    _refuse(out.startswith("memory:"), "memory:// ends with this process: give --out a folder, or a URL that lasts")
     selection = Selection.parse(sites=sites, roots=roots, steps=only_steps, prompts=only_prompts)
     common: dict[str, Any] = {"prompts": prompts, "out": as_place(out), "level": level.value, "force": force}
     common |= {"selection": selection}

@@ -9,8 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from eagle_trace import Trace
+from eagle_trace import Trace, open_trace
 from eagle_trace.capture import Rows
+from eagle_trace.manifest import Manifest
+from eagle_trace.writer import TraceWriter, prepare_output
 from eagle_trace_analysis import Diff, diff
 from tests.support.synthetic import (
     F64,
@@ -208,3 +210,24 @@ def test_two_independent_faults_are_both_listed(healthy_train: Trace, write: Any
 
     result = diff(healthy_train, write("serve", fault=fault))
     assert [(one.site, one.step) for one in result.frontier] == [("fc.out", 0), ("embed", 0)]
+
+
+def test_agreement_of_which_no_number_speaks_is_none(tmp_path: Path) -> None:
+    """Two recordings that kept other sites: their shapes agree, and that is no answer."""
+    made = []
+    for side, site in (("train", "fc.out"), ("serve", "norm")):
+        out = tmp_path / side
+        prepare_output(out)
+        writer = TraceWriter(out, Manifest(side, "values", "test", dtype="float32"))  # type: ignore[arg-type]
+        prompt = {"prompt_id": 0, "prompt_key": "one", "token_ids": [1, 2], "num_prompt_tokens": 2}
+        writer.put_record("prompts", prompt)
+        rows = Rows.build(prompt_id=[0], root=[0], step=[0], token_id=[2], position=[0], call_id=0)
+        writer.put_rows(rows)
+        writer.put_values(site, rows, np.ones((1, 8), np.float32))
+        shapes = [{"site": name, "shape": [1, 8], "dtype": "float32"} for name in ("fc.out", "norm")]
+        call = {"call_id": 0, "role": "draft", "mode": "x", "batch_size": 1, "tokens": 1, "shapes": shapes}
+        writer.put_record("calls", call)
+        made.append(open_trace(writer.seal()))
+    result = diff(*made)
+    assert result.exit_status == 2
+    assert "no values were compared" in str(result.incomparable)
