@@ -184,6 +184,10 @@ class Statistics:
     mean: NDArray[np.float64]
     nonfinite: Int32
 
+    def take(self, index: NDArray[np.integer]) -> Statistics:
+        """Those of the rows at `index`, in that order."""
+        return Statistics(**{field.name: getattr(self, field.name)[index] for field in fields(self)})
+
 
 def row_statistics(values: Array) -> Statistics:
     """Statistics of each row of `values` [T, W], any dtype of `DTYPES`; sums of squares in float32 (see `_squares`)."""

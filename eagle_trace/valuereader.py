@@ -34,7 +34,7 @@ class ValueReader:
     def _open(self, data: SiteData, column: str, dtype: str, width: int, cache_bytes: int) -> None:
         self.data = data
         self._column = column
-        self._width = width
+        self.width = width
         self._dtype = DTYPES[dtype]
         self._shards: list[ValueReader] = []
         self._starts = np.array([group.start for group in data.groups], dtype=np.int64)
@@ -46,7 +46,7 @@ class ValueReader:
     def take(self, index: NDArray[np.integer]) -> Array:
         """Rows at `index` (any order), exact dtype, [len(index), width]; a view where they lie side by side."""
         if not len(index):
-            return np.empty((0, self._width), dtype=self._dtype)
+            return np.empty((0, self.width), dtype=self._dtype)
         if self._shards:
             pairs = zip(self._shards, self.data.orders, strict=True)
             return np.concatenate(
@@ -62,7 +62,7 @@ class ValueReader:
                 return array[start : start + len(local)]
             picked: Array = array[local]
             return picked
-        out = np.empty((len(index), self._width), dtype=self._dtype)
+        out = np.empty((len(index), self.width), dtype=self._dtype)
         for group in np.unique(group_of):
             where = np.flatnonzero(group_of == group)
             out[where] = self._group(int(group))[index[where] - self._starts[group]]
@@ -76,7 +76,7 @@ class ValueReader:
         with group.part.reading():
             # one column: handing it to Arrow's thread pool would cost more than the copy itself
             column = self._file(group.part).read_row_group(group.index, [self._column], use_threads=False).column(0)
-        chunks = [_decode(chunk, self._dtype, self._width) for chunk in column.chunks]
+        chunks = [_decode(chunk, self._dtype, self.width) for chunk in column.chunks]
         array = chunks[0] if len(chunks) == 1 else np.concatenate(chunks)
         self._cache[number] = array
         self._cached_bytes += array.nbytes
@@ -113,6 +113,7 @@ class SketchReader:
     def __init__(self, data: SiteData, cache_bytes: int = CACHE_BYTES) -> None:
         if not (data.has_sketch or data.has_values):
             raise TraceError(f"site {data.site!r} was recorded at a level without sketches: record with --level sketch")
+        self.data = data
         self.width = buckets(data.width)
         self._norm = read_statistics(data).norm
         self._values = ValueReader(data, cache_bytes) if data.has_values else None

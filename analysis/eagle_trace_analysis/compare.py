@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eagle_trace.capture import DTYPES, Array, Statistics, row_statistics, to_float32
-from eagle_trace.reader import SiteData, Trace, ValueReader, read_statistics
+from eagle_trace.reader import SiteData, SketchReader, Trace, ValueReader, read_statistics
 from eagle_trace_analysis.metrics import Metrics, quantile, stats_error
 from eagle_trace_analysis.pairs import Pairs
 from eagle_trace_analysis.sums import Accumulator, Sums
@@ -111,24 +111,32 @@ class _Groups:
         return Half(tuple(kept), tuple(self.first_row), index)
 
 
-class _Reader:
-    """Rows of one half of a part."""
+class SiteReader:
+    """Rows of a site, numbered through all its `SiteData`.
 
-    def __init__(self, half: Half, cache_bytes: int) -> None:
-        self._starts = np.array(half.starts)
-        self._width = half.data[0].width
-        self._readers = [ValueReader(one, cache_bytes) for one in half.data]
+    Args:
+        readers: one for each `SiteData`.
+        starts: number of the first row of each; one behind the other if None.
+    """
+
+    def __init__(self, readers: Sequence[ValueReader | SketchReader], starts: Sequence[int] | None = None) -> None:
+        self._readers = readers
+        self._starts = np.array(starts or [0, *np.cumsum([one.data.rows for one in readers])[:-1]])
 
     def take(self, index: Int) -> Array:
-        """Rows at `index`, in the recorded dtype where they share one, else float32."""
+        """Rows at `index`, as they are where one reader has them all, else float32."""
         if len(self._readers) == 1:
             return self._readers[0].take(index)
         which = np.searchsorted(self._starts, index, side="right") - 1
-        out = np.empty((len(index), self._width), dtype=np.float32)
+        out = np.empty((len(index), self._readers[0].width), dtype=np.float32)
         for number in np.unique(which):
             at = np.flatnonzero(which == number)
             out[at] = to_float32(self._readers[number].take(index[at] - self._starts[number]))
         return out
+
+
+def _reader(half: Half, cache_bytes: int) -> SiteReader:
+    return SiteReader([ValueReader(one, cache_bytes) for one in half.data], half.starts)
 
 
 def partition(train: Trace, serve: Trace, site: str, pairs: Pairs) -> list[Part]:
@@ -174,8 +182,8 @@ def compare_values(part: Part) -> dict[int, Sums]:
     Memory: the part's train side, one row group of the serve side, and some numbers a row. Both sides must hold
     values, all of one width.
     """
-    left = _Reader(part.train, part.bytes)
-    right = _Reader(part.serve, 0)
+    left = _reader(part.train, part.bytes)
+    right = _reader(part.serve, 0)
     width = part.train.data[0].width
     totals, place = {}, np.empty(len(part.step), dtype=np.int64)
     for step in np.unique(part.step):

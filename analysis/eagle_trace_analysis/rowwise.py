@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from eagle_trace.capture import Rows, Statistics
+from eagle_trace.capture import Rows
 from eagle_trace.reader import SiteData, Trace, ValueReader, open_trace, read_statistics
 from eagle_trace_analysis.align import Alignment, align, lookup, topk_starts
 from eagle_trace_analysis.metrics import stats_error
@@ -133,9 +133,9 @@ class RowFigures:
         if left.has_values and right.has_values:
             out.error[column] = _stream(left, right, pairs).rho
         elif has_sketch(left) and has_sketch(right):
-            out.error[column] = row_errors(left, right, pairs.train, pairs.serve, _at(y, pairs.train))
+            out.error[column] = row_errors(left, right, pairs.train, pairs.serve, y.take(pairs.train))
         else:
-            out.error[column] = stats_error(_at(x, pairs.serve), _at(y, pairs.train), left.width)
+            out.error[column] = stats_error(x.take(pairs.serve), y.take(pairs.train), left.width)
         return out
 
     def logits(self, rows: Rows) -> tuple[Float64, Float64] | None:
@@ -185,10 +185,6 @@ def _stream(left: SiteData, right: SiteData, pairs: Pairs, *, logits: bool = Fal
         part = slice(start, start + rows)
         total.add(x.take(pairs.serve[part]), y.take(pairs.train[part]))
     return total.sums
-
-
-def _at(every: Statistics, index: Int) -> Statistics:
-    return Statistics(every.norm[index], every.absmax[index], every.mean[index], every.nonfinite[index])
 
 
 def _groups(trace: Trace, groups: Int) -> Int:

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from eagle_trace.capture import Statistics
 from eagle_trace.reader import SiteData, SketchReader
 from eagle_trace.sketch import BUCKETS, buckets, stored_dtype
-from eagle_trace_analysis.compare import CHUNK_BYTES, Compared, Part, statistics_of
+from eagle_trace_analysis.compare import CHUNK_BYTES, Compared, Part, SiteReader, statistics_of
 from eagle_trace_analysis.metrics import Metrics, quantile, relative_error, scale_factor, t_statistic
 from eagle_trace_analysis.sums import Accumulator, Sums
 from eagle_trace_analysis.tolerance import FACTOR, SCALE, Tolerance, analytic_floor
@@ -58,7 +58,7 @@ def compare_sketches(part: Part) -> dict[int, Compared]:
     found = {}
     for step in np.unique(part.step):
         at = np.flatnonzero(part.step == step)
-        ys, xs = _at(y, at), _at(x, at)
+        ys, xs = y.take(at), x.take(at)
         total = _accumulate(left, right, part.train.index[at], part.serve.index[at])
         rho = estimated_rho(total, ys)
         faulty = (xs.nonfinite > 0) | (ys.nonfinite > 0)
@@ -79,29 +79,12 @@ def row_errors(left: SiteData, right: SiteData, train: Int, serve: Int, y: Stati
 
 def _accumulate(left: Sequence[SiteData], right: Sequence[SiteData], train: Int, serve: Int) -> Sums:
     total = Accumulator(buckets(left[0].width), len(train))
-    y, x = _Rows(left), _Rows(right)
+    y, x = (SiteReader([SketchReader(one) for one in data]) for data in (left, right))
     rows = max(1, CHUNK_BYTES // (4 * max(1, left[0].width)))
     for start in range(0, len(train), rows):
         part = slice(start, start + rows)
         total.add(x.take(serve[part]), y.take(train[part]))
     return total.sums
-
-
-class _Rows:
-    """Sketches of a site, numbered through all its `SiteData`."""
-
-    def __init__(self, data: Sequence[SiteData]) -> None:
-        self._readers = [SketchReader(one) for one in data]
-        self._starts = np.cumsum([0, *(one.rows for one in data)])[:-1]
-
-    def take(self, index: Int) -> NDArray[np.float32]:
-        """Sketches of the rows at `index`, [len(index), B]."""
-        which = np.searchsorted(self._starts, index, side="right") - 1
-        out = np.empty((len(index), self._readers[0].width), dtype=np.float32)
-        for number in np.unique(which):
-            at = np.flatnonzero(which == number)
-            out[at] = self._readers[number].take(index[at] - self._starts[number])
-        return out
 
 
 def sketch_metrics(total: Sums, rho: Float64, x: Statistics, y: Statistics, width: int) -> Metrics:
@@ -133,10 +116,6 @@ def sketch_metrics(total: Sums, rho: Float64, x: Statistics, y: Statistics, widt
         channel_p99=quantile(channel, 0.99),
         channel_max=quantile(channel, 1.0),
     )
-
-
-def _at(statistics: Statistics, index: Int) -> Statistics:
-    return Statistics(*(getattr(statistics, name)[index] for name in Statistics.__dataclass_fields__))
 
 
 def widened(tolerance: Tolerance, width: int, rows: int) -> Tolerance:

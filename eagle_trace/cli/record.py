@@ -116,8 +116,9 @@ def record(
         common |= asking | {
             "url": attach, "api_key": api_key, "timeout": timeout, "match": match, "sample": sample,
             "seconds": seconds, "max_bytes": max_bytes, "keep_cuda_graphs": keep_cuda_graphs, "argv": list(sys.argv),
-            "requests": 8 if requests is None else requests,
         }  # fmt: skip
+        if requests is not None:
+            common["requests"] = requests
     elif mode is Mode.serve:
         if target is None or draft is None or prompts is None:
             raise UsageError("record --mode serve needs --target, --draft, --prompts and --out, or --attach URL")

@@ -8,10 +8,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from eagle_trace.errors import UsageError
-from eagle_trace.prompts import content_key
+from eagle_trace.prompts import content_key, unique_key
 
 #: SGLang's own probes; they are no request of anybody
 OWN_REQUESTS = ("HEALTH_CHECK",)
+#: how many requests of others are recorded unless somebody says
+DEFAULT_REQUESTS = 8
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,7 @@ class Admitted:
     ids: dict[str, int] = field(default_factory=dict)
     keys: dict[int, str] = field(default_factory=dict)
     ended: set[str] = field(default_factory=set)
+    _seen: dict[str, int] = field(default_factory=dict)
 
     def take(self, rid: str, token_ids: Sequence[int]) -> bool:
         """Take request `rid` with the prompt `token_ids` if it is one to record and there is room for it."""
@@ -72,10 +75,7 @@ class Admitted:
             number, key = self.admission.named[rid]
         else:
             number = len(self.ids)
-            key = content_key("input_ids", list(token_ids))
-            same = sum(other == key or other.startswith(f"{key}#") for other in self.keys.values())
-            # the same prompt twice: told apart as in a prompts file
-            key = f"{key}#{same + 1}" if same else key
+            key = unique_key(content_key("input_ids", list(token_ids)), self._seen)
         self.ids[rid] = number
         self.keys[number] = key
         return True

@@ -14,7 +14,7 @@ from typing import Any
 
 from eagle_trace.errors import EagleTraceError, UsageError
 from eagle_trace.selection import Selection, parse_bytes
-from eagle_trace_sglang.admission import Admission
+from eagle_trace_sglang.admission import DEFAULT_REQUESTS, Admission
 from eagle_trace_sglang.control import Control, next_place
 from eagle_trace_sglang.orders import Order
 from eagle_trace_sglang.plugin import OUT, PREFIX
@@ -22,7 +22,6 @@ from eagle_trace_sglang.plugin import OUT, PREFIX
 #: what the variables may say beside OUT
 ASKED = ("REQUESTS", "MATCH", "SAMPLE", "LEVEL", "MAX_BYTES", "SECONDS", "SITES", "ROOTS", "STEPS", "KEEP_CUDA_GRAPHS")
 VARIABLES = (OUT, *(PREFIX + name for name in ASKED))
-DEFAULT_REQUESTS = 8
 #: how long a server that is shut down may take to seal
 CLOSE_SECONDS = 15.0
 

@@ -35,9 +35,7 @@ BEGIN_SECONDS = 60.0
 SEAL_SECONDS = 600.0
 WATCH_SECONDS = 0.2
 
-
 logger = logging.getLogger(__name__)
-
 
 #: what a client may know of the server
 _TOLD = ("target", "draft", "steps", "topk", "draft_tokens", "vocab_size", "context_length")

@@ -15,7 +15,7 @@ from eagle_trace.reader import open_trace
 from eagle_trace.selection import EVERYTHING, Selection, parse_bytes, select_prompts
 from eagle_trace.store import Place, is_url
 from eagle_trace.writer import check_output, prepare_output, remove_empty
-from eagle_trace_sglang.admission import Admission
+from eagle_trace_sglang.admission import DEFAULT_REQUESTS, Admission
 from eagle_trace_sglang.orders import Order
 from eagle_trace_sglang.plugin import OUT
 from eagle_trace_sglang.requests import Request
@@ -108,7 +108,7 @@ def attach(
     prompts: Path | None = None,
     api_key: str | None = None,
     timeout: float = 600.0,
-    requests: int = 8,
+    requests: int = DEFAULT_REQUESTS,
     match: str = "",
     sample: float = 1.0,
     seconds: float | None = None,

@@ -19,7 +19,7 @@ from eagle_trace.errors import HostError, PromptsError, RecordingError
 from eagle_trace.prompts import Prompt, check_tokens
 from eagle_trace.reader import open_trace
 from eagle_trace.store import Place, is_url
-from eagle_trace_sglang.requests import Answers, Request, speculation
+from eagle_trace_sglang.requests import Request, speculation
 
 #: how long a server may take to say what it is doing, and to write a seal
 STATUS_SECONDS = 30.0
@@ -193,7 +193,7 @@ def _check_prompts(request: Request, server: Mapping[str, Any]) -> None:
 
 def _ask(remote: Remote, request: Request, progress: Progress) -> tuple[dict[str, Any], str | None]:
     """Send all prompts, so many at a time; the server's counts, and what kept it from answering all of them."""
-    answers = Answers()
+    counts: dict[str, dict[str, float]] = {}
     started = renewed = time.monotonic()
     waiting = list(zip(request.rids, request.prompts, strict=True))
     running: dict[Future[dict[str, Any]], str] = {}
@@ -220,9 +220,9 @@ def _ask(remote: Remote, request: Request, progress: Progress) -> tuple[dict[str
                     unanswered.append(error)
                     remote.abort(rid)
                     continue
-                answers.speculation[rid] = speculation(answer.get("meta_info") or {})
+                counts[rid] = speculation(answer.get("meta_info") or {})
                 seconds = time.monotonic() - started
-                progress(f"{len(answers.speculation)} of {len(request.prompts)} prompts answered, {seconds:.0f} s")
+                progress(f"{len(counts)} of {len(request.prompts)} prompts answered, {seconds:.0f} s")
     finally:
         # after an interruption: requests that nobody waits for any more
         for rid in running.values():
@@ -230,7 +230,7 @@ def _ask(remote: Remote, request: Request, progress: Progress) -> tuple[dict[str
         pool.shutdown(wait=False, cancel_futures=True)
     if len(unanswered) == len(request.prompts):
         raise type(unanswered[0])(f"no prompt was answered: {unanswered[0]}")
-    counts = {rid: counted for rid, counted in answers.speculation.items() if counted}
+    counts = {rid: counted for rid, counted in counts.items() if counted}
     why = (
         f"{len(unanswered)} of {len(request.prompts)} prompts were not answered: {unanswered[0]}"
         if unanswered

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from eagle_trace.errors import EagleTraceError, UsageError
 from eagle_trace.reader import open_trace
-from eagle_trace.selection import Selection
+from eagle_trace.selection import EVERYTHING, Selection
 from eagle_trace.store import Place, open_store, reason
 from eagle_trace.writer import prepare_output, remove_empty
 from eagle_trace_speculators import arm
@@ -44,7 +44,7 @@ def record_command(
     out: Place,
     batches: int = 2,
     level: str = "values",
-    selection: Selection = Selection(),
+    selection: Selection = EVERYTHING,
     max_bytes: int | None = None,
     first_token: int | None = None,
     force: bool = False,

@@ -21,7 +21,7 @@ from speculators.models.eagle3 import Eagle3DraftModel
 from eagle_trace.errors import HostError, RecordingError, UsageError
 from eagle_trace.prompts import prompts_digest
 from eagle_trace.recorder import Hooks
-from eagle_trace.selection import Selection
+from eagle_trace.selection import EVERYTHING, Selection
 from eagle_trace.store import as_place
 from eagle_trace.writer import TraceWriter, prepare_output
 from eagle_trace_speculators.first_tokens import FirstTokens
@@ -40,7 +40,7 @@ def recording(
     out: str | Path,
     batches: int = 2,
     level: str = "values",
-    selection: Selection | None = None,
+    selection: Selection = EVERYTHING,
     steps: int | None = None,
     max_bytes: int | None = None,
     first_token: int | None = None,
@@ -75,7 +75,6 @@ def recording(
         OutputExistsError: `out` is taken (raised on entering the block, as is RecordingError for a folder that cannot
             be made).
     """
-    selection = selection or Selection()
     if steps is not None:
         if steps < 1 or selection.steps:
             raise UsageError(f"steps must be 1 or more, and not beside a selection of steps; it is {steps}")

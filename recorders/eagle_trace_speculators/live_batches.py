@@ -14,7 +14,7 @@ from eagle_trace.capture import LEVELS, Array, Rows
 from eagle_trace.errors import HostError, UsageError
 from eagle_trace.prompts import content_key, unique_key
 from eagle_trace.recorder import best_ids, to_array
-from eagle_trace.selection import Selection
+from eagle_trace.selection import EVERYTHING, Selection
 from eagle_trace.sites import fused_slices
 from eagle_trace.store import Place
 from eagle_trace.writer import TraceWriter
@@ -36,7 +36,7 @@ class LiveOptions:
     out: Place
     batches: int = 2
     level: str = "values"
-    selection: Selection = Selection()
+    selection: Selection = EVERYTHING
     max_bytes: int | None = None
     first_token: int | None = None
     datasets: tuple[Any, ...] = ()

@@ -12,7 +12,7 @@ import torch
 
 from eagle_trace.capture import Array
 from eagle_trace.recorder import best_ids
-from eagle_trace.selection import Selection, select_prompts
+from eagle_trace.selection import EVERYTHING, Selection, select_prompts
 from eagle_trace.writer import TraceWriter
 from eagle_trace_speculators.documents import Document, Pack, pack, replayed, teacher_forced
 from eagle_trace_speculators.features import ComputedFeatures, Features
@@ -52,7 +52,7 @@ class Session:
     dtype: str
     writer: TraceWriter
     progress: Callable[[str], None]
-    selection: Selection = Selection()
+    selection: Selection = EVERYTHING
     _next_call: int = 0
 
     def run(self) -> None:

@@ -21,6 +21,7 @@ from eagle_trace_analysis.checkpoint.export import SECOND_NAMES, export
 from eagle_trace_analysis.diagnose import diagnosed
 from tests.support import faults
 from tests.support.tiny_speculators import Pair, random_prompts, write_pair, write_prompts
+from tests.support.verdicts import expect
 
 pytest.importorskip("speculators")
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
@@ -73,16 +74,6 @@ def family(
         sglang_args=("--skip-tokenizer-init",),
     )
     return Family(pair, deployed, open_trace(out), folder)
-
-
-def expect(result: Diff, cause: str | None, site: str | None) -> None:
-    """The first site, the one confirmed cause, and nothing left unexplained."""
-    assert result.diagnosis is not None
-    said = "\n".join(f"{one.verdict:10} {one.cause}: {one.evidence}" for one in result.diagnosis.causes)
-    first = result.first_divergence
-    assert (first.site if first else None) == site, f"{first}\n{said}"
-    assert [one.cause for one in result.diagnosis.confirmed] == ([cause] if cause else []), said
-    assert not result.diagnosis.unexplained, said
 
 
 def trouble(draft: Path, pair: Pair) -> dict[str, str]:

@@ -25,23 +25,13 @@ from eagle_trace_analysis.diagnose import diagnosed
 from tests.support import engine_faults, faults
 from tests.support.pairs import DRAFT, TARGET
 from tests.support.relevel import expect_the_same_at_sketch
+from tests.support.verdicts import expect
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 
 Make = Callable[..., Trace]
 Edit = Callable[[Any], object]
 ROOT = Path(__file__).parents[2]
-
-
-def expect(result: Diff, cause: str | None, site: str | None) -> None:
-    """The first site, the one confirmed cause, and nothing left unexplained."""
-    assert result.diagnosis is not None
-    said = "\n".join(f"{one.verdict:10} {one.cause}: {one.evidence}" for one in result.diagnosis.causes)
-    first = result.first_divergence
-    assert (first.site if first else None) == site, f"{first}\n{said}"
-    assert [one.cause for one in result.diagnosis.confirmed] == ([cause] if cause else []), said
-    assert not result.diagnosis.unexplained, said
-    assert all(one.fix for one in result.diagnosis.confirmed)
 
 
 def looked_at(train: Trace, serve: Trace) -> Diff:

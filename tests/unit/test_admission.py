@@ -6,8 +6,8 @@ import pytest
 
 from eagle_trace.errors import UsageError
 from eagle_trace.prompts import content_key
-from eagle_trace_sglang.admission import Admission, Admitted
-from eagle_trace_sglang.attached import DEFAULT_REQUESTS, order_of
+from eagle_trace_sglang.admission import DEFAULT_REQUESTS, Admission, Admitted
+from eagle_trace_sglang.attached import order_of
 
 
 def take(admission: Admission, *rids: str) -> Admitted:
