@@ -71,8 +71,8 @@ class Scheme:
         return place is not None and not self._ignores(place)
 
     def _ignores(self, place: str) -> bool:
-        parts = [place, *(place.replace(fused, part) for fused, of in engine.STACKED.items() for part in of)]
-        names = parts[1:] if any(f"{fused}" in place for fused in engine.STACKED) else [place]
+        fused = next((one for one in engine.STACKED if place.endswith(one)), None)
+        names = [place.replace(fused, part) for part in engine.STACKED[fused]] if fused else [place]
         if self.method == "compressed-tensors":
             # the class tells this method of no fused names
             return any(_same_or_matches(one, place) for one in self.ignored)
@@ -278,7 +278,7 @@ def _judge(subject: Subject, scheme: Scheme, stored: Mapping[str, set[str]], pac
     name, cause = "quantisation", "weights-dropped"
     known = [one.removesuffix(".weight") for one in engine.parameters(subject.served) if one.endswith(".weight")]
     covered = [module for module in known if scheme.covers(module)]
-    plain = [one for one in covered if one in stored and one not in packed]
+    plain = [one for one in covered if stored.get(one) == {"weight"} and subject.tensors[f"{one}.weight"].is_float]
     if plain:
         return failed(
             name,
