@@ -135,8 +135,9 @@ def judge(folder: Path) -> dict[str, Any]:
                 dropped.append(name)
     except Exception as error:  # noqa: BLE001 (whatever stops the engine is the verdict)
         return {"error": f"{type(error).__name__}: {error}"}
-    # the last rows of a head are padding, and an embedding that is not shipped comes from the target
-    unset = [name for name, same in kept.items() if bool(same.any()) and name != "model.embed_tokens.weight"]
+    # an embedding that is not shipped comes from the target, and the scales of a KV cache begin as 1
+    fine = ("model.embed_tokens.weight", ".attn.k_scale", ".attn.v_scale")
+    unset = [name for name, same in kept.items() if bool(same.any()) and not name.endswith(fine)]
     _fill(model, FILLS[0])
     model.load_weights(iter(weights))
     params = dict(model.named_parameters())

@@ -9,10 +9,11 @@ import pytest
 from eagle_trace_analysis.checkpoint.check import check
 from eagle_trace_analysis.checkpoint.finding import Status
 from tests.support.check_cases import named, troubles
-from tests.support.tensor_cases import CASES, METHODS, Case, as_method
+from tests.support.quantised_cases import METHODS, QUANTISED, as_method
+from tests.support.tensor_cases import CASES, Case
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*CASES, *QUANTISED], ids=lambda case: case.name)
 def test_a_case_is_judged_as_the_engine_takes_it(case: Case, tmp_path: Path) -> None:
     case.write(tmp_path)
     found = troubles(check(tmp_path))

@@ -212,3 +212,13 @@ def test_files_that_sglang_does_not_load_are_named(file: str, words: str, tmp_pa
     (tmp_path / file).write_bytes(b"1")
     with pytest.raises(CheckpointError, match=words):
         check(tmp_path)
+
+
+def test_the_recorder_finds_the_names_of_a_bin_without_reading_its_numbers(tmp_path: Path) -> None:
+    from eagle_trace_sglang.params import checkpoint_names
+
+    folder = write(tmp_path, {f"model.{key}": one for key, one in STATE.items()})
+    torch.save({"lr": 1}, folder / "training_args.bin")
+    assert checkpoint_names(folder) == {key: f"model.{key}" for key in STATE}
+    make.write_safetensors(folder / "model.safetensors", {"midlayer.fc": np.ones(1, np.float32)})
+    assert checkpoint_names(folder) == {"layers.0.fc": "midlayer.fc"}
