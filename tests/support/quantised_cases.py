@@ -181,7 +181,9 @@ def as_method(name: str, stored: make.Tensors | None = None, **changes: Any) -> 
     stored = quantised(form) if stored is None else stored
     if beside:
         return folder(flat(), stored, hf_quant_config=config)
-    return folder(flat(quantization_config=config | changes), stored)
+    # without Marlin's kernels AWQ computes in float16 alone
+    dtype = "float16" if name == "awq" else "bfloat16"
+    return folder(flat(dtype=dtype, quantization_config=config | changes), stored)
 
 
 def _plain(module: str, method: str = "fp8 dynamic") -> make.Tensors:

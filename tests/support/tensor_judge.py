@@ -19,8 +19,9 @@ from typing import Any
 FILLS = (0x5A, 0xA5)
 
 
-def ask(folder: Path, model: Path, drafts: Sequence[Path]) -> list[dict[str, Any]]:
-    """One verdict per draft: ``error``, or ``dropped`` (stored names) and ``unset`` (parameters), and ``values``.
+def ask(folder: Path, model: Path, drafts: Sequence[Path]) -> dict[str, Any]:
+    """One of ``verdicts`` per draft: ``error``, or ``dropped`` (stored names) and ``unset`` (parameters) and what the
+    class holds; and the engine's ``methods`` of quantisation, ``classes`` of other drafts, ``algorithms``.
 
     Args:
         folder: an empty folder for the exchange.
@@ -41,8 +42,8 @@ def ask(folder: Path, model: Path, drafts: Sequence[Path]) -> list[dict[str, Any
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    verdicts: list[dict[str, Any]] = json.loads((folder / "out.json").read_text())
-    return verdicts
+    answer: dict[str, Any] = json.loads((folder / "out.json").read_text())
+    return answer
 
 
 def prepare(model: str, store: str) -> None:
@@ -112,8 +113,6 @@ def build(folder: Path) -> tuple[Any, Any]:
 
 def judge(folder: Path) -> dict[str, Any]:
     """Verdict on one folder."""
-    import torch
-
     try:
         settings, model = build(folder)
         weights = list(_weights(settings, model))
@@ -138,25 +137,36 @@ def judge(folder: Path) -> dict[str, Any]:
     # an embedding that is not shipped comes from the target, and the scales of a KV cache begin as 1
     fine = ("model.embed_tokens.weight", ".attn.k_scale", ".attn.v_scale")
     unset = [name for name, same in kept.items() if bool(same.any()) and not name.endswith(fine)]
-    _fill(model, FILLS[0])
-    model.load_weights(iter(weights))
     params = dict(model.named_parameters())
-    fc = params["model.fc.weight"].to(torch.float32)
     return {
         "error": None,
         "dropped": sorted(dropped),
         "unset": sorted(unset),
-        "fc": [float(fc.sum()), float(fc.abs().sum())],
         "params": sorted(params),
         "quantised": sorted({name.rpartition(".")[0] for name, one in params.items() if not one.is_floating_point()
                              or one.element_size() == 1}),
     }  # fmt: skip
 
 
+def tables() -> dict[str, list[str]]:
+    """What there is in the engine beside the class."""
+    from sglang.srt.layers.quantization import QUANTIZATION_METHODS
+    from sglang.srt.models import dflash, kimi_k25_eagle3, llama_eagle, mistral_eagle, qwen2_eagle
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+    modules = (dflash, kimi_k25_eagle3, llama_eagle, mistral_eagle, qwen2_eagle)
+    return {
+        "methods": sorted(QUANTIZATION_METHODS),
+        "classes": [one.__name__ for module in modules for one in module.EntryClass],
+        "algorithms": [one.name for one in SpeculativeAlgorithm],
+    }
+
+
 def main() -> None:
     job = json.loads(Path(sys.argv[1]).read_text())
     prepare(job["model"], job["store"])
-    Path(job["out"]).write_text(json.dumps([judge(Path(draft)) for draft in job["drafts"]]))
+    verdicts = [judge(Path(draft)) for draft in job["drafts"]]
+    Path(job["out"]).write_text(json.dumps({"verdicts": verdicts, **tables()}))
 
 
 if __name__ == "__main__":
