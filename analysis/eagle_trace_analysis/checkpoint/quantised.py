@@ -23,7 +23,8 @@ from eagle_trace_analysis.checkpoint.finding import Finding, failed, listed, pas
 from eagle_trace_analysis.checkpoint.subject import Subject
 
 #: endings of what stands in for a matrix, and of what goes with it
-MATRICES = ("weight", "weight_packed", "qweight")
+PACKED = ("weight_packed", "qweight")
+MATRICES = ("weight", *PACKED)
 BESIDE = (
     "weight_scale", "weight_scale_inv", "weight_scale_2", "weight_global_scale", "input_scale", "input_global_scale",
     "weight_shape", "weight_zero_point", "weight_g_idx", "qzeros", "scales", "g_idx", "output_scale",
