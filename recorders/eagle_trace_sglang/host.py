@@ -26,6 +26,8 @@ from eagle_trace_sglang.session import Message, Session
 LOG_LINES = 25
 #: how long SGLang may take to end by itself before it is killed
 STOP_SECONDS = 15.0
+#: runs a module as a program
+PYTHON = (sys.executable, "-m")
 
 
 class Host:
@@ -46,7 +48,7 @@ class Host:
         self._log = self._session.folder / "sglang.log"
         with self._log.open("wb") as stream:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "eagle_trace_sglang.engine", str(job)],
+                [*PYTHON, "eagle_trace_sglang.engine", str(job)],
                 stdin=subprocess.DEVNULL,
                 stdout=stream,
                 stderr=subprocess.STDOUT,
