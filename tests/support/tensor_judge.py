@@ -27,7 +27,7 @@ def ask(folder: Path, model: Path, drafts: Sequence[Path]) -> dict[str, Any]:
         folder: an empty folder for the exchange.
         model: a target that SGLang's settings can be made from.
     """
-    from eagle_trace_sglang.cpu import cpu_environment
+    from sglang_cpu_eagle import cpu_environment
 
     folder.mkdir(parents=True, exist_ok=True)
     job = {"model": str(model), "store": str(folder / "store"), "out": str(folder / "out.json")}
