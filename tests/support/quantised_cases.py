@@ -195,6 +195,13 @@ QKV = "layers.0.self_attn.q_proj layers.0.self_attn.k_proj layers.0.self_attn.v_
 NAN = np.full((make.MIDDLE, make.HIDDEN), np.nan, FP8)
 
 
+EXCEPT_ALL = {"quantization": {"quant_algo": "FP8", "exclude_modules": ["lm_head", "model*"]}}
+
+
+def _without(method: str, key: str) -> dict[str, Any]:
+    return {name: value for name, value in METHODS[method][0].items() if name != key}
+
+
 def one_feature(name: str) -> Write:
     """A quantised head of one feature, whose only mark is how much enters its layer."""
     config, form, _ = METHODS[name]

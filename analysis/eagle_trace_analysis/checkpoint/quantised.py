@@ -39,6 +39,12 @@ METHODS = frozenset({
     "moe_wna16", "compressed-tensors", "w4afp8", "petit_nvfp4", "quark", "quark_mxfp4", "auto-round", "auto-round-int8",
     "modelslim", "quark_int4fp8_moe", "humming", "mxfp_w4a8", "mxfp4",
 })  # fmt: skip
+#: what a method's config must say, under one of these names
+REQUIRED: dict[str, tuple[tuple[str, ...], ...]] = {
+    "fp8": (("activation_scheme",),),
+    "awq": (("w_bit", "bits"), ("q_group_size", "group_size"), ("zero_point",)),
+    "gptq": (("bits",), ("group_size",), ("desc_act",)),
+}
 #: matrices that a method may quantise, by the name the class gives them: it leaves out the number of the layer
 PLACES = {
     "self_attn.q_proj": "model.qkv_proj", "self_attn.k_proj": "model.qkv_proj", "self_attn.v_proj": "model.qkv_proj",
@@ -257,7 +263,7 @@ def check_quantisation(subject: Subject) -> Finding:
         return failed(
             name,
             cause,
-            f"{listed(packed, 3)} are stored quantised, and no quantization_config says so: the engine casts what it "
+            f"stored quantised: {listed(packed, 3)}; and no quantization_config says so: the engine casts what it "
             "finds and drops the scales",
             "add the quantization_config (or ModelOpt's hf_quant_config.json) that the quantising tool wrote",
         )
@@ -273,6 +279,14 @@ def check_quantisation(subject: Subject) -> Finding:
             cause,
             f"quant_method is {method!r}, which {engine.ENGINE} refuses to start with",
             "quantise it with a method the engine has (fp8, compressed-tensors, modelopt, awq, gptq)",
+        )
+    lacking = [" or ".join(keys) for keys in REQUIRED.get(method, ()) if not any(key in said for key in keys)]
+    if lacking:
+        return failed(
+            name,
+            cause,
+            f"the quantization_config says {method} without {listed(lacking)}, and {engine.ENGINE} does not start so",
+            "restore the quantization_config that the quantising tool wrote",
         )
     scheme = scheme_of(said)
     if isinstance(scheme, str):
@@ -305,7 +319,7 @@ def _judge(subject: Subject, scheme: Scheme, stored: Mapping[str, set[str]], pac
         return failed(
             name,
             "weights-missing",
-            f"{listed(plain, 3)} are stored unquantised, and the engine takes them for quantised ({scheme.method})"
+            f"stored unquantised: {listed(plain, 3)}; and the engine takes them for quantised ({scheme.method})"
             + (f": its class calls them {PLACES.get(plain[0].split('.', 2)[-1], plain[0])!r} and the like, by which "
                f"{list(scheme.ignored[:3])} does not except them" if scheme.ignored else ""),
             "quantise them too, or except them in the quantization_config by the class's own names",
@@ -316,7 +330,7 @@ def _judge(subject: Subject, scheme: Scheme, stored: Mapping[str, set[str]], pac
         return failed(
             name,
             cause,
-            f"{listed(stray, 3)} are stored quantised, but {why}: what it finds is cast and the scales are dropped, or "
+            f"stored quantised: {listed(stray, 3)}; but {why}: what it finds is cast and the scales are dropped, or "
             "the shapes stop the server",
             "store them unquantised and name them in the list of what is not quantised",
         )
@@ -332,8 +346,7 @@ def _judge(subject: Subject, scheme: Scheme, stored: Mapping[str, set[str]], pac
             "ship every tensor the quantising tool wrote, under its names",
         )
     if not packed:
-        return failed(name, cause, f"the config says {scheme.method}, and no tensor is quantised",
-                      "remove the quantization_config")  # fmt: skip
+        return passed(name, cause, f"{scheme.method}, with every matrix excepted")
     beside = sum(len(stored[one] - set(MATRICES)) for one in packed if one in covered)
     return passed(
         name,
