@@ -198,6 +198,17 @@ NAN = np.full((make.MIDDLE, make.HIDDEN), np.nan, FP8)
 EXCEPT_ALL = {"quantization": {"quant_algo": "FP8", "exclude_modules": ["lm_head", "model*"]}}
 
 
+LACKING = (
+    ("fp8 static", "activation_scheme"),
+    ("awq", "bits"),
+    ("awq", "group_size"),
+    ("awq", "zero_point"),
+    ("gptq", "bits"),
+    ("gptq", "group_size"),
+    ("gptq", "desc_act"),
+)
+
+
 def _without(method: str, key: str) -> dict[str, Any]:
     return {name: value for name, value in METHODS[method][0].items() if name != key}
 
@@ -294,6 +305,27 @@ QUANTISED = (
             "quantisation",
             "down_proj",
             "store them unquantised",
+        ),
+        Case("every matrix excepted", as_method("fp8 dynamic", tensors(), modules_to_not_convert=["model"])),
+        Case("every matrix excepted, ModelOpt", folder(flat(), tensors(), hf_quant_config=EXCEPT_ALL)),
+        *(
+            Case(
+                f"{method} without {key}",
+                folder(flat(dtype="float16", quantization_config=_without(method, key)), quantised(METHODS[method][1])),
+                REFUSES,
+                "quantisation",
+                key,
+                "restore the quantization_config",
+            )
+            for method, key in LACKING
+        ),
+        Case(
+            "a part of a fused matrix excepted",
+            as_method("fp8 dynamic", None, modules_to_not_convert=["q_proj"]),
+            REFUSES,
+            "quantisation",
+            "some parts of model.qkv_proj",
+            "except all of q_proj, k_proj, v_proj",
         ),
         Case(
             "a method the engine lacks",
