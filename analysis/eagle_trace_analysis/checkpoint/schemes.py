@@ -1,8 +1,8 @@
 """How a quantised draft says what it is, and what SGLang's class then holds for a matrix.
 
 Read from `sglang/srt/layers/quantization` of the version in `engine`; `tests/integration/test_tensor_judge.py` holds
-the tables against it. A method wraps the projections of the decoder layers. `fc` is a plain `torch.nn.Linear` and is never
-quantised; the head is with the methods that say so below.
+the tables against it. A method wraps the projections of the decoder layers. `fc` is a plain `torch.nn.Linear` and is
+never quantised; the head is with the methods that say so below.
 """
 
 from __future__ import annotations
