@@ -21,6 +21,8 @@ LEGACY_NAMES = {
     "aux_norm_mid": "fc_norm.1",
     "aux_norm_high": "fc_norm.2",
 }
+#: no draft has more layers; a config that counts more is wrong, and its parameters are not all listed
+MOST_LAYERS = 1000
 #: parts of a fused parameter, in its order
 STACKED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
@@ -85,6 +87,20 @@ def num_aux_hidden_states(config: Mapping[str, Any]) -> int:
     if explicit is not None:
         return int(explicit)
     return len(eagle_config(config).get("eagle_aux_hidden_state_layer_ids") or ()) or 3
+
+
+def fed_width(config: Mapping[str, Any]) -> int:
+    """Width of what the engine feeds the draft, by its config alone (the target's may be another)."""
+    full = with_defaults(config)
+    width = int(full.get("target_hidden_size", full["hidden_size"]))
+    if not uses_aux_hidden_state(full):
+        return width
+    return width * (len(eagle_config(full).get("eagle_aux_hidden_state_layer_ids") or ()) or 3)
+
+
+def skips_fc(config: Mapping[str, Any]) -> bool:
+    """Whether the engine leaves out fc and the norms before it: what it feeds is as wide as the embedding."""
+    return fed_width(config) == int(with_defaults(config)["hidden_size"])
 
 
 def norm_before_fc(config: Mapping[str, Any]) -> bool:
@@ -152,7 +168,7 @@ def parameters(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         shapes["input_norm.weight"] = (width * aux,)
     if fc_norm(full):
         shapes |= {f"fc_norm.{k}.weight": (width,) for k in range(aux)}
-    for layer in range(int(full["num_hidden_layers"])):
+    for layer in range(min(int(full["num_hidden_layers"]), MOST_LAYERS)):
         entering = 2 * hidden if layer == 0 else hidden
         own = {
             "self_attn.q_proj.weight": (queries, entering),
@@ -185,6 +201,19 @@ def canonical_name(name: str) -> str:
     if "t2d" in name:
         return "t2d"
     return name.removeprefix("model.")
+
+
+def layer_of(name: str) -> int | None:
+    """The decoder layer a stored tensor belongs to, None for one outside the layers."""
+    found = re.match(r"layers\.(\d+)\.", canonical_name(name))
+    return int(found.group(1)) if found else None
+
+
+def computes_nothing(name: str) -> bool:
+    """Whether a tensor that is dropped is missed by nothing: tables rebuilt on start, copies of the verifier's own."""
+    return bool(
+        re.search(r"rotary_emb\.|\.(masked_)?bias$(?<=attn\.bias)|\.masked_bias$|(^|\.)verifier_(norm|lm_head)\.", name)
+    )
 
 
 def entering_norm(name: str) -> str | None:

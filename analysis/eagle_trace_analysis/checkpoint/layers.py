@@ -1,79 +1,14 @@
-"""Checks on the target features: how many layers, how wide, which."""
+"""Checks on the target features: which layers."""
 
 from __future__ import annotations
 
 from eagle_trace_analysis.checkpoint import engine
 from eagle_trace_analysis.checkpoint.finding import Finding, failed, passed, skipped, warned
 from eagle_trace_analysis.checkpoint.subject import Subject
+from eagle_trace_analysis.checkpoint.width import feeds_one
 
 SINGLE = "single-layer-features"
 SHIFTED, DEFAULTED = "layer-ids-shifted", "layer-ids-default"
-
-
-def check_aux(subject: Subject) -> Finding:
-    """Whether the engine captures several layers for this draft at all."""
-    if not engine.uses_aux_hidden_state(subject.served):
-        return failed(
-            "aux-hidden-state",
-            SINGLE,
-            "eagle_config.use_aux_hidden_state is false: the engine feeds one target layer, its width "
-            "equals the embedding's, and fc is skipped",
-            "set eagle_config.use_aux_hidden_state to true",
-        )
-    return passed(
-        "aux-hidden-state",
-        SINGLE,
-        "the engine captures several target layers (with --speculative-algorithm EAGLE3)",
-    )
-
-
-def check_fc(subject: Subject) -> Finding:
-    """fc's width against the number of layers times the target's width."""
-    name = "fc-width"
-    if "target_hidden_size" in subject.served and subject.served["target_hidden_size"] is None:
-        return failed(
-            name,
-            SINGLE,
-            "target_hidden_size is null, which the engine multiplies by the number of layers",
-            "remove the key, or give the target's width",
-        )
-    stored = subject.tensors.get("fc.weight")
-    if stored is None:
-        return skipped(name, SINGLE, "there is no fc.weight")
-    hidden, width = (
-        int(subject.full["hidden_size"]),
-        int(subject.full.get("target_hidden_size", subject.full["hidden_size"])),
-    )
-    aux = engine.num_aux_hidden_states(subject.full)
-    shape, wanted = list(stored.shape), [hidden, width * aux]
-    if shape != wanted:
-        fits = len(shape) == 2 and shape[0] == hidden and shape[1] % width == 0
-        return failed(
-            name,
-            SINGLE,
-            f"fc.weight is {shape}, but {aux} layers of width {width} need {wanted}",
-            f"the weights were trained on {shape[1] // width} layer(s): name that many layer ids"
-            if fits
-            else "set hidden_size and target_hidden_size as trained",
-        )
-    if width * aux == hidden:
-        return failed(
-            name,
-            SINGLE,
-            f"one layer of width {width}: its width equals the embedding's ({hidden}), so the engine skips "
-            "fc without a word",
-            "train on several layers",
-        )
-    theirs = subject.target.config.get("hidden_size") if subject.target else None
-    if theirs is not None and theirs != width:
-        return failed(
-            name,
-            SINGLE,
-            f"fc takes {aux} layers of width {width}, the target's width is {theirs}",
-            f"set target_hidden_size to {theirs} if the draft was trained for this target",
-        )
-    other = "" if theirs is not None else " (not compared with the target: no --target)"
-    return passed(name, SINGLE, f"fc.weight is {shape}: {aux} layers of width {width}{other}")
 
 
 def check_layer_ids(subject: Subject) -> Finding:
@@ -81,6 +16,10 @@ def check_layer_ids(subject: Subject) -> Finding:
     name = "layer-ids"
     if subject.is_speculators:
         return _of_speculators(subject)
+    if not engine.uses_aux_hidden_state(subject.served):
+        return passed(name, SHIFTED, "use_aux_hidden_state is false: the engine captures no layer and reads no ids")
+    if feeds_one(subject):
+        return skipped(name, SHIFTED, "not checked: a head of one feature names no layers (see aux-hidden-state)")
     fault = _cannot_capture(subject)
     if fault is not None:
         return fault
