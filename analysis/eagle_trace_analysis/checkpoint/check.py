@@ -7,10 +7,11 @@ from pathlib import Path
 
 from eagle_trace_analysis.checkpoint.compare import compare, summarise
 from eagle_trace_analysis.checkpoint.d2t import check_d2t
-from eagle_trace_analysis.checkpoint.finding import CheckResult, Finding, TensorChange
-from eagle_trace_analysis.checkpoint.layers import check_aux, check_fc, check_layer_ids
+from eagle_trace_analysis.checkpoint.finding import CheckResult, Finding, TensorChange, skipped
+from eagle_trace_analysis.checkpoint.layers import check_aux, check_fc, check_layer_ids, check_target
 from eagle_trace_analysis.checkpoint.scan import Scan, scan
 from eagle_trace_analysis.checkpoint.settings import (
+    check_config,
     check_decoder,
     check_dtype,
     check_eps,
@@ -39,6 +40,8 @@ from eagle_trace_analysis.checkpoint.weights import (
 #: checks that read configs, names, shapes and single rows, in the order of the report
 CHECKS = (
     check_format,
+    check_config,
+    check_target,
     check_names,
     check_missing,
     check_shapes,
@@ -75,6 +78,16 @@ def check(draft: Path, *, target: Path | None = None, reference: Path | None = N
         CheckpointError: a folder cannot be read, or holds no draft of a kind known here.
     """
     subject = open_subject(draft, target, reference)
+    if not subject.has_sizes:
+        findings = [check_format(subject), check_config(subject), check_target(subject)]
+        without = skipped("everything else", "", "the shapes of a draft follow from the sizes above: set those first")
+        return CheckResult(
+            str(draft),
+            subject.format,
+            [*findings, without],
+            str(target) if target else None,
+            str(reference) if reference else None,
+        )
     findings = [one(subject) for one in CHECKS]
     findings += _on_values(subject, scan_floats(subject))
     changes: list[TensorChange] = []

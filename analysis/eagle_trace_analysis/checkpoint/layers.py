@@ -5,9 +5,34 @@ from __future__ import annotations
 from eagle_trace_analysis.checkpoint import engine
 from eagle_trace_analysis.checkpoint.finding import Finding, failed, passed, skipped, warned
 from eagle_trace_analysis.checkpoint.subject import Subject
+from eagle_trace_analysis.checkpoint.target_classes import NO_CAPTURE, SERVES, SINCE, why_it_cannot_serve
 
 SINGLE = "single-layer-features"
 SHIFTED, DEFAULTED = "layer-ids-shifted", "layer-ids-default"
+
+
+def check_target(subject: Subject) -> Finding:
+    """Whether the engine's class for the target can feed an EAGLE-3 draft at all."""
+    check = "target-class"
+    if subject.target is None:
+        return skipped(check, SINGLE, "whether the target's class can feed an EAGLE-3 draft: give --target")
+    name = subject.target.architecture
+    if name is None:
+        return skipped(check, SINGLE, "the target's config names no class (architectures)")
+    lacks = why_it_cannot_serve(name, subject.served)
+    if lacks is not None:
+        return failed(
+            check,
+            SINGLE,
+            f"{engine.ENGINE}'s {name} {lacks}, so the server stops before it serves",
+            "serve this target with another engine, or a release whose class can: no change to the draft helps",
+        )
+    if name in SERVES:
+        since = next((f" (from {release} on)" for release, names in SINCE.items() if name in names), "")
+        return passed(check, SINGLE, f"{engine.ENGINE}'s {name} feeds EAGLE-3 drafts{since}")
+    if name in NO_CAPTURE:
+        return skipped(check, SINGLE, f"{name} feeds its last layer only, which is what the draft's config asks for")
+    return skipped(check, SINGLE, f"{name} is not among the classes of {engine.ENGINE} known here")
 
 
 def check_aux(subject: Subject) -> Finding:
@@ -23,14 +48,14 @@ def check_aux(subject: Subject) -> Finding:
     return passed(
         "aux-hidden-state",
         SINGLE,
-        "the engine captures several target layers (with --speculative-algorithm EAGLE3)",
+        "the config asks for several target layers (served with --speculative-algorithm EAGLE3)",
     )
 
 
 def check_fc(subject: Subject) -> Finding:
     """fc's width against the number of layers times the target's width."""
     name = "fc-width"
-    if "target_hidden_size" in subject.served and subject.served["target_hidden_size"] is None:
+    if subject.checkpoint.config.get("target_hidden_size", 0) is None:
         return failed(
             name,
             SINGLE,
@@ -99,13 +124,23 @@ def check_layer_ids(subject: Subject) -> Finding:
             "name the trained ids less one in eagle_config.eagle_aux_hidden_state_layer_ids, or pass "
             "--reference to compare",
         )
+    if subject.target is None and engine.copied_from_training(given) is not None:
+        layers = engine.copied_from_training(given)
+        return warned(
+            name,
+            SHIFTED,
+            f"ids {given} are speculators' default for a target of {layers} layers; the engine's id i is the output of "
+            f"layer i, so most target classes feed the inputs of layers {inputs}",
+            f"if the draft was trained on the inputs of layers {given}, write {[i - 1 for i in given]}; give --target "
+            "to have the rule of its class",
+        )
     if subject.target is None:
         return skipped(
             name,
             SHIFTED,
             f"ids {given}: whether they are the trained ones needs --reference, whether they look copied --target",
         )
-    default = [2, subject.target.layers // 2, subject.target.layers - 3]
+    default = engine.default_inputs(subject.target.layers)
     if inputs == [i + 1 for i in default]:
         right = engine.ids_that_capture(default, subject.target.layers, subject.target_architecture)
         fix = f"if the draft was trained on speculators' default {default}, write {right}"
@@ -183,6 +218,9 @@ def _of_speculators(subject: Subject) -> Finding:
     fault = _cannot_capture(subject)
     if fault is not None:
         return fault
+    doubt = _doubtful_training(subject, ids) if named else ""
+    if doubt:
+        return warned(name, SHIFTED, f"{doubt}; `eagle-trace export` writes {exported}", _doubtful_fix(subject, ids))
     return passed(
         name,
         SHIFTED,
@@ -196,6 +234,25 @@ def _of_speculators(subject: Subject) -> Finding:
     )
 
 
+def _doubtful_training(subject: Subject, ids: list[int]) -> str:
+    """Why the ids of the speculators config may not be those of the training; empty if nothing speaks for it."""
+    layers = engine.copied_from_serving(ids, subject.target_layers, subject.target_architecture)
+    if layers is None:
+        return ""
+    return (
+        f"the speculators config names the layers {ids}, which look copied from a serving config as they are: SGLang's "
+        f"ids {ids} are the inputs of layers {engine.default_inputs(layers)}, the default for {layers} layers"
+    )
+
+
+def _doubtful_fix(subject: Subject, ids: list[int]) -> str:
+    layers = engine.copied_from_serving(ids, subject.target_layers, subject.target_architecture) or 0
+    return (
+        f"if the draft was trained on the default, set eagle_aux_hidden_state_layer_ids of the speculators config to "
+        f"{engine.default_inputs(layers)}; if it was trained on the inputs of layers {ids}, nothing"
+    )
+
+
 def _against_training(subject: Subject, given: list[int] | None, inputs: list[int] | None) -> Finding:
     name, trained = "layer-ids", subject.trained_ids or []
     right = engine.ids_that_capture(trained, subject.target_layers, subject.target_architecture)
@@ -204,6 +261,9 @@ def _against_training(subject: Subject, given: list[int] | None, inputs: list[in
         if right
         else "no list makes the engine capture these layers: retrain with others"
     )
+    doubt = _doubtful_training(subject, trained)
+    if doubt:
+        return _against_doubtful(subject, given, inputs, doubt)
     if inputs is None:
         return warned(name, DEFAULTED, f"eagle_config names no layer ids, the draft was trained on {trained}", fix)
     if inputs == trained:
@@ -229,3 +289,12 @@ def _against_training(subject: Subject, given: list[int] | None, inputs: list[in
         f"ids {given}{copied} make the engine feed the inputs of layers {inputs}, trained were {trained}",
         fix,
     )
+
+
+def _against_doubtful(subject: Subject, given: list[int] | None, inputs: list[int] | None, doubt: str) -> Finding:
+    """The served ids where the reference's own look copied: the reference cannot tell which of the two is right."""
+    trained = subject.trained_ids or []
+    fed = f"; this draft's ids {given} make the engine feed the inputs of layers {inputs}" if given else ""
+    if given == trained:
+        fed += ", which is right if the reference's were copied from here"
+    return warned("layer-ids", SHIFTED, f"in the reference, {doubt}{fed}", _doubtful_fix(subject, trained))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from eagle_trace_analysis.checkpoint import engine
+from eagle_trace_analysis.checkpoint import accepts, engine
 from eagle_trace_analysis.checkpoint.files import DTYPE_NAMES, stored_dtype
 from eagle_trace_analysis.checkpoint.finding import Finding, failed, passed, skipped, warned
 from eagle_trace_analysis.checkpoint.scan import Scan
@@ -23,8 +23,17 @@ def check_format(subject: Subject) -> Finding:
             "speculators format; everything below is about the folder `eagle-trace export` makes of it for "
             f"{engine.ENGINE}",
         )
-    architectures = subject.served.get("architectures") or []
-    if architectures[:1] != [engine.ARCHITECTURE]:
+    architectures = subject.checkpoint.config.get("architectures")
+    name = architectures[0] if isinstance(architectures, list) and architectures else None
+    if name in engine.VLLM_NAMES:
+        return failed(
+            "format",
+            "",
+            f"architectures is {architectures}, vLLM's name for a draft with the same layer, which {engine.ENGINE} "
+            "does not know; the rest is checked as if it were its own",
+            f'set architectures to ["{engine.ARCHITECTURE}"]',
+        )
+    if name != engine.ARCHITECTURE:
         return failed(
             "format",
             "",
@@ -32,6 +41,40 @@ def check_format(subject: Subject) -> Finding:
             f'set architectures to ["{engine.ARCHITECTURE}"]',
         )
     return passed("format", "", f"SGLang format ({engine.ARCHITECTURE})")
+
+
+def check_config(subject: Subject) -> Finding:
+    """Whether the engine's config loader takes every key: types, nulls, spellings."""
+    name, cause = "config", ""
+    # one fault is one finding: these have checks of their own
+    elsewhere = {"architectures"}
+    if isinstance(subject.checkpoint.config.get("hidden_act"), str):
+        elsewhere.add("hidden_act")
+    if subject.checkpoint.config.get("target_hidden_size", 1) is None:
+        elsewhere.add("target_hidden_size")
+    refused = [refusal for refusal in subject.refused if refusal.key not in elsewhere]
+    if refused:
+        return failed(
+            name,
+            cause,
+            f"{engine.ENGINE} stops at this config: {'; '.join(refusal.why for refusal in refused)}",
+            "; ".join(dict.fromkeys(refusal.fix for refusal in refused)),
+        )
+    entry = accepts.config_class(subject.served)
+    if entry is None:
+        kind = subject.served.get("model_type")
+        return skipped(
+            name, cause, f"which types and defaults the config class of model_type {kind} has is not known here"
+        )
+    if not entry["loads"]:
+        kind = subject.served.get("model_type")
+        return failed(
+            name,
+            cause,
+            f"model_type is {kind}: from its {entry['class']} the engine cannot build a llama layer",
+            'set model_type to "llama"',
+        )
+    return passed(name, cause, f"every key is of a type that {entry['class']} and the engine take")
 
 
 def check_residual_norm(subject: Subject) -> Finding:
@@ -128,11 +171,16 @@ def check_norm_output(subject: Subject) -> Finding:
 
 
 def check_decoder(subject: Subject) -> Finding:
-    """What the decoder layer must be for the engine's class: a llama layer with silu and no biases."""
+    """What the decoder layer must be for the engine's class: a llama layer with silu and no biases.
+
+    A layer that was trained with speculators is what its config says. In a flat config `model_type` only picks the
+    config class, so the tensors decide.
+    """
+    name, cause = "decoder-layer", "weights-dropped"
     source = subject.trained_layer or subject.full
     problems = []
     kind = source.get("model_type", "llama")
-    if kind != "llama":
+    if subject.trained_layer is not None and kind != "llama":
         problems.append(f"the decoder layer is {kind}, the engine computes llama layers")
     if source["hidden_act"] != "silu" or subject.full["hidden_act"] != "silu":
         problems.append(
@@ -146,16 +194,35 @@ def check_decoder(subject: Subject) -> Finding:
     ]
     if extra:
         problems.append(f"the engine drops {', '.join(extra[:4])}")
-    elif source["attention_bias"] or source["mlp_bias"]:
+    elif subject.trained_layer is not None and (source["attention_bias"] or source["mlp_bias"]):
         problems.append("the config asks for biases, of which the engine has none in q, k, v and the MLP")
     if problems:
-        return failed(
-            "decoder-layer",
-            "weights-dropped",
-            "; ".join(problems),
-            "retrain with a llama layer (silu, no biases, no q/k norms)",
+        return failed(name, cause, "; ".join(problems), "retrain with a llama layer (silu, no biases, no q/k norms)")
+    others = _other_defaults(subject)
+    if others:
+        return warned(
+            name,
+            cause,
+            f"a llama layer by its tensors; model_type {kind} picks other defaults for what the config leaves out: "
+            f"{others}",
+            'write these keys as trained, or set model_type to "llama" if llama\'s defaults were',
         )
-    return passed("decoder-layer", "weights-dropped", "a llama layer with silu and no biases, as the engine computes")
+    said = "" if kind == "llama" else f" (model_type {kind} picks the config class only)"
+    return passed(name, cause, f"a llama layer with silu and no biases, as the engine computes{said}")
+
+
+def _other_defaults(subject: Subject) -> str:
+    """Defaults that the served `model_type` gives to absent keys and llama would not; shapes have their own checks."""
+    if subject.trained_layer is not None or accepts.config_class(subject.served) is None:
+        return ""
+    as_llama = engine.with_defaults({**subject.served, "model_type": "llama"})
+    found = [
+        f"{key} {subject.full.get(key)} (llama {as_llama.get(key)})"
+        for key in ("rms_norm_eps", "max_position_embeddings", "tie_word_embeddings", "attention_bias")
+        if subject.served.get(key) is None and subject.full.get(key) != as_llama.get(key)
+    ]
+    theta, llama = (engine.rope_settings(config)["rope_theta"] for config in (subject.full, as_llama))
+    return ", ".join(found + ([f"rope_theta {theta:g} (llama {llama:g})"] if theta != llama else []))
 
 
 def check_rope(subject: Subject) -> Finding:
@@ -193,7 +260,7 @@ def check_eps(subject: Subject) -> Finding:
 
 def check_max_position(subject: Subject) -> Finding:
     """`max_position_embeddings` against the training's and the target's."""
-    name, cause, served = "max-position", "max-position", int(subject.full["max_position_embeddings"])
+    name, cause, served = "max-position", "max-position", accepts.positions(subject.full)
     if subject.trained_layer is not None and served < int(subject.trained_layer["max_position_embeddings"]):
         trained = subject.trained_layer["max_position_embeddings"]
         return failed(
@@ -202,13 +269,15 @@ def check_max_position(subject: Subject) -> Finding:
             f"max_position_embeddings is {served}, trained {trained}",
             f"set max_position_embeddings to {trained}",
         )
-    theirs = subject.target.config.get("max_position_embeddings") if subject.target else None
+    theirs = accepts.positions(subject.target.config) if subject.target else None
     if theirs is not None and served < theirs:
         return warned(
             name,
             cause,
-            f"the draft has positions up to {served}, the target up to {theirs}: drafts collapse past {served}",
-            f"raise max_position_embeddings to {theirs}, or keep requests shorter",
+            f"the draft has positions up to {served}, the target up to {theirs}: {engine.ENGINE} does not start with "
+            f"the target's own length, and drafts collapse past {served}",
+            f"serve with --context-length {served}; or set SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN=1 and keep "
+            f"requests shorter; or raise max_position_embeddings to {theirs} if it was trained so",
         )
     against = "the target's" if theirs is not None else "the training's" if subject.trained_layer else ""
     if not against:
@@ -256,6 +325,12 @@ def check_vocabulary(subject: Subject) -> Finding:
     vocabulary, own = int(subject.full["vocab_size"]), subject.served.get("draft_vocab_size")
     head, embedding = subject.tensors.get("lm_head.weight"), subject.tensors.get("embed_tokens.weight")
     rows = f", its head has {head.shape[0]:,} rows" if head is not None else ""
+    if own is None and head is None and "draft_vocab_size" in subject.served and "d2t" not in subject.tensors:
+        return passed(
+            name,
+            cause,
+            "draft_vocab_size is null and the draft has no head of its own: the engine gives it the target's",
+        )
     if own is None:
         number = head.shape[0] if head is not None else "the number of draft ids"
         return failed(
