@@ -1,7 +1,7 @@
 """What the static check says of configs and classes, judged by the installed SGLang's own loader.
 
-SGLang is imported once, in a process of its own; no engine is started. Every cell is one config: what the engine stops at
-must be what `accepts.refusals` names, key by key and value by value, and what it takes must be read as it reads it.
+SGLang is imported once, in a process of its own; no engine is started. Every cell is one config: what the engine stops
+at must be what `accepts.refusals` names, key by key and value by value, and what it takes must be read as it reads it.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def cells() -> Iterator[tuple[str, dict[str, Any]]]:
     for key in ("rope_theta", "rope_scaling", "partial_rotary_factor", "torch_dtype", "dtype", "rope_parameters"):
         for value in VALUES:
             yield f"old keys, {key}={json.dumps(value)}", old_config(**{key: value})
-    for name in "float16 half float32 float bfloat16 float64 double torch.float16 bf16 auto nn Tensor int8".split():
+    for name in (*sorted(accepts.DTYPES), "torch.float16", "bf16", "auto", "nn", "Tensor", "int8", "complex64"):
         yield f"torch_dtype={name}", old_config(torch_dtype=name)
     for key in ("eagle_aux_hidden_state_layer_ids", "use_aux_hidden_state", "norm_before_fc"):
         for value in (*VALUES, [1, 14.0, 26]):

@@ -202,18 +202,13 @@ def _of_speculators(subject: Subject) -> Finding:
             "retrain with ids from 1 on",
         )
     inputs = engine.captured_inputs(subject.served, subject.target_layers, subject.target_architecture)
-    exported = [i - 1 for i in ids]
+    exported = engine.eagle_config(subject.served).get("eagle_aux_hidden_state_layer_ids")
     if inputs != ids:
-        right = engine.ids_that_capture(ids, subject.target_layers, subject.target_architecture)
         return failed(
             name,
             SHIFTED,
-            f"trained on the inputs of layers {ids}; exported as {exported}, but the target class "
-            f"{subject.target_architecture} does not shift a list that "
-            f"starts so, and would feed the inputs of {inputs}",
-            f"after the export set eagle_aux_hidden_state_layer_ids to {right}"
-            if right
-            else "no list makes this target class capture these layers: retrain with others",
+            f"trained on the inputs of layers {ids}: {subject.target_architecture} has no list of ids for them",
+            "retrain with other layers: no list makes this target class capture these",
         )
     fault = _cannot_capture(subject)
     if fault is not None:
@@ -225,7 +220,7 @@ def _of_speculators(subject: Subject) -> Finding:
         name,
         SHIFTED,
         f"trained on the inputs of layers {ids}{'' if named else ' (the default)'}; SGLang counts outputs, "
-        f"so `eagle-trace export` writes {exported}"
+        f"so `eagle-trace export{' --target' if subject.target else ''}` writes {exported}"
         + (
             ""
             if subject.target

@@ -88,7 +88,9 @@ class Subject:
     @property
     def has_sizes(self) -> bool:
         """Whether the sizes are there that every check of a shape needs."""
-        return all(refusal.key not in SIZES or self.served.get(refusal.key) for refusal in self.refused)
+        # the others of SIZES follow from these
+        needed = SIZES[:8]
+        return all(refusal.key not in needed or self.served.get(refusal.key) for refusal in self.refused)
 
     @cached_property
     def full(self) -> dict[str, Any]:
@@ -174,7 +176,7 @@ def open_subject(draft: Path, target: Path | None, reference: Path | None) -> Su
             trained = candidate.config
             ids = _trained_ids(trained, target)
     if is_speculators(checkpoint.config):
-        served, kind = _as_exported(checkpoint, ids), "speculators"
+        served, kind = _as_exported(checkpoint, ids, known_target), "speculators"
     else:
         served, kind = dict(checkpoint.config), "sglang"
         _refuse_other_layers(draft, served)
@@ -250,12 +252,15 @@ def _trained_ids(config: Mapping[str, Any], target: Path | None) -> list[int] | 
         ) from error
 
 
-def _as_exported(checkpoint: Checkpoint, ids: list[int] | None) -> dict[str, Any]:
+def _as_exported(checkpoint: Checkpoint, ids: list[int] | None, target: Target | None) -> dict[str, Any]:
     config = checkpoint.config
     # ids that cannot be written down are the layer-ids check's to report; any others stand in for them here
     writable = ids if ids and min(ids) >= 1 else list(range(1, 1 + len(ids or (1, 2, 3))))
     full = {"draft_vocab_size": 32000, **config, "transformer_layer_config": nested_config(config)}
-    served = sglang_config(full, writable, stored_dtype(checkpoint.tensors) or "float32")
+    seen: dict[str, Any] = {}
+    if target and engine.ids_that_capture(writable, target.layers, target.architecture) is not None:
+        seen = {"architectures": [target.architecture], "num_hidden_layers": target.layers}
+    served = sglang_config(full, writable, stored_dtype(checkpoint.tensors) or "float32", seen)
     if ids is None or writable != ids:
         served["eagle_config"] = {
             k: v for k, v in served["eagle_config"].items() if k != "eagle_aux_hidden_state_layer_ids"
