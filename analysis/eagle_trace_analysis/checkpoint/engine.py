@@ -93,6 +93,20 @@ def num_aux_hidden_states(config: Mapping[str, Any]) -> int:
     return len(eagle_config(config).get("eagle_aux_hidden_state_layer_ids") or ()) or 3
 
 
+def fed_width(config: Mapping[str, Any]) -> int:
+    """Width of what the engine feeds the draft, by its config alone (the target's may be another)."""
+    full = with_defaults(config)
+    width = int(full.get("target_hidden_size", full["hidden_size"]))
+    if not uses_aux_hidden_state(full):
+        return width
+    return width * (len(eagle_config(full).get("eagle_aux_hidden_state_layer_ids") or ()) or 3)
+
+
+def skips_fc(config: Mapping[str, Any]) -> bool:
+    """Whether the engine leaves out fc and the norms before it: what it feeds is as wide as the embedding."""
+    return fed_width(config) == int(with_defaults(config)["hidden_size"])
+
+
 def norm_before_fc(config: Mapping[str, Any]) -> bool:
     """Whether the engine normalises the concatenated features before fc."""
     return bool(eagle_config(config).get("norm_before_fc", config.get("norm_before_fc", False)))
@@ -219,6 +233,19 @@ def canonical_name(name: str) -> str:
     if "t2d" in name:
         return "t2d"
     return name.removeprefix("model.")
+
+
+def layer_of(name: str) -> int | None:
+    """The decoder layer a stored tensor belongs to, None for one outside the layers."""
+    found = re.match(r"layers\.(\d+)\.", canonical_name(name))
+    return int(found.group(1)) if found else None
+
+
+def computes_nothing(name: str) -> bool:
+    """Whether a tensor that is dropped is missed by nothing: tables rebuilt on start, copies of the verifier's own."""
+    return bool(
+        re.search(r"rotary_emb\.|\.(masked_)?bias$(?<=attn\.bias)|\.masked_bias$|(^|\.)verifier_(norm|lm_head)\.", name)
+    )
 
 
 def entering_norm(name: str) -> str | None:

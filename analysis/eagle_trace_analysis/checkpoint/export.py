@@ -18,6 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from safetensors.numpy import save_file
 
 from eagle_trace.checkpoints import read_config
@@ -31,10 +32,12 @@ from eagle_trace_analysis.checkpoint.engine import (
     entering_norm,
     ids_that_capture,
 )
-from eagle_trace_analysis.checkpoint.files import StoredTensor, open_checkpoint, stored_dtype
+from eagle_trace_analysis.checkpoint.files import INDEX, Checkpoint, StoredTensor, open_checkpoint, stored_dtype
 
 #: where `export` puts the tensors that SGLang wants under a second name
 SECOND_NAMES = "hidden-norms.safetensors"
+#: where ModelOpt says how a draft is quantised
+QUANTISATION_FILE = "hf_quant_config.json"
 
 
 def read_speculators_config(draft: Path) -> dict[str, Any]:
@@ -128,6 +131,8 @@ def sglang_config(
         "fc_norm": bool(config.get("fc_norm", False)),
         "norm_output": bool(config.get("norm_output", False)),
     }
+    # a quantised draft says so at the top of the config, where SGLang looks too
+    flat |= {key: config[key] for key in ("quantization_config", "compression_config") if config.get(key)}
     return flat
 
 
@@ -151,12 +156,29 @@ def second_names(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]
     return {new: replace(tensors[old], name=new) for old, new in found.items() if new and new not in tensors}
 
 
+def _write_weights(checkpoint: Checkpoint, out: Path) -> None:
+    """The files SGLang would load, as they are; torch's own as one safetensors file, beside which more can be laid."""
+    if any(file.suffix != ".safetensors" for file in checkpoint.files):
+        arrays = {name: np.ascontiguousarray(tensor.read()) for name, tensor in checkpoint.tensors.items()}
+        save_file(arrays, out / "model.safetensors", metadata={"format": "pt"})
+    else:
+        for file in checkpoint.files:
+            shutil.copyfile(file, out / file.name)
+        index = checkpoint.folder / INDEX
+        if index.is_file():
+            shutil.copyfile(index, out / INDEX)
+    modelopt = checkpoint.folder / QUANTISATION_FILE
+    if modelopt.is_file():
+        shutil.copyfile(modelopt, out / QUANTISATION_FILE)
+
+
 def _write_second_names(tensors: Mapping[str, StoredTensor], out: Path) -> None:
     extra = second_names(tensors)
     if not extra:
         return
     save_file({name: tensor.read() for name, tensor in extra.items()}, out / SECOND_NAMES)
-    for path in out.glob("*.safetensors.index.json"):
+    path = out / INDEX
+    if path.is_file():
         index = json.loads(path.read_text(encoding="utf-8"))
         index["weight_map"] |= dict.fromkeys(extra, SECOND_NAMES)
         path.write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
@@ -165,9 +187,9 @@ def _write_second_names(tensors: Mapping[str, StoredTensor], out: Path) -> None:
 def export(draft: Path, out: Path, *, target: Path | None = None, force: bool = False) -> list[str]:
     """Write SGLang's form of the speculators checkpoint `draft` into the folder `out`.
 
-    Weights are copied as they are: SGLang reads speculators' tensor names and d2t offsets, but for the norms of
-    `second_names`, which a further file holds. Returns what to be warned of: layer ids that look copied, and with
-    `force` what SGLang will compute differently all the same.
+    Weights are copied as they are (a `.bin` becomes a safetensors file): SGLang reads speculators' tensor names and d2t
+    offsets, but for the norms of `second_names`, which a further file holds. Returns what to be warned of: layer ids
+    that look copied, and with `force` what SGLang will compute differently all the same.
 
     Raises:
         CheckpointError: `draft` is no EAGLE-3 speculators checkpoint, or SGLang cannot compute it and `force` is off.
@@ -180,10 +202,8 @@ def export(draft: Path, out: Path, *, target: Path | None = None, force: bool = 
             f"SGLang 0.5.23 cannot compute the draft {draft} as it was trained: {'; '.join(reasons)}. "
             "Retrain without it, or pass --force to export it all the same"
         )
-    weights = sorted(draft.glob("*.safetensors"))
-    if not weights:
-        raise CheckpointError(f"{draft} has no weights (*.safetensors)")
-    tensors = open_checkpoint(draft).tensors
+    checkpoint = open_checkpoint(draft)
+    tensors = checkpoint.tensors
     target_config = None if target is None else read_config(target)
     dtype = stored_dtype(tensors)
     if dtype is None:
@@ -200,8 +220,7 @@ def export(draft: Path, out: Path, *, target: Path | None = None, force: bool = 
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise OutputExistsError(f"{out} exists: choose another folder")
     out.mkdir(parents=True, exist_ok=True)
-    for file in [*weights, *draft.glob("*.safetensors.index.json")]:
-        shutil.copyfile(file, out / file.name)
+    _write_weights(checkpoint, out)
     _write_second_names(tensors, out)
     # the config comes last: a folder without it is not taken for a checkpoint
     (out / "config.json").write_text(json.dumps(flat, indent=2) + "\n", encoding="utf-8")

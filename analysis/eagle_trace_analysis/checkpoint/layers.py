@@ -1,104 +1,14 @@
-"""Checks on the target features: how many layers, how wide, which."""
+"""Checks on the target features: which layers."""
 
 from __future__ import annotations
 
 from eagle_trace_analysis.checkpoint import engine
 from eagle_trace_analysis.checkpoint.finding import Finding, failed, passed, skipped, warned
 from eagle_trace_analysis.checkpoint.subject import Subject
-from eagle_trace_analysis.checkpoint.target_classes import NO_CAPTURE, SERVES, SINCE, why_it_cannot_serve
+from eagle_trace_analysis.checkpoint.width import feeds_one
 
 SINGLE = "single-layer-features"
 SHIFTED, DEFAULTED = "layer-ids-shifted", "layer-ids-default"
-
-
-def check_target(subject: Subject) -> Finding:
-    """Whether the engine's class for the target can feed an EAGLE-3 draft at all."""
-    check = "target-class"
-    if subject.target is None:
-        return skipped(check, SINGLE, "whether the target's class can feed an EAGLE-3 draft: give --target")
-    name = subject.target.architecture
-    if name is None:
-        return skipped(check, SINGLE, "the target's config names no class (architectures)")
-    lacks = why_it_cannot_serve(name, subject.served)
-    if lacks is not None:
-        return failed(
-            check,
-            SINGLE,
-            f"{engine.ENGINE}'s {name} {lacks}, so the server stops before it serves",
-            "serve this target with another engine, or a release whose class can: no change to the draft helps",
-        )
-    if name in SERVES:
-        since = next((f" (from {release} on)" for release, names in SINCE.items() if name in names), "")
-        return passed(check, SINGLE, f"{engine.ENGINE}'s {name} feeds EAGLE-3 drafts{since}")
-    if name in NO_CAPTURE:
-        return skipped(check, SINGLE, f"{name} feeds its last layer only, which is what the draft's config asks for")
-    return skipped(check, SINGLE, f"{name} is not among the classes of {engine.ENGINE} known here")
-
-
-def check_aux(subject: Subject) -> Finding:
-    """Whether the engine captures several layers for this draft at all."""
-    if not engine.uses_aux_hidden_state(subject.served):
-        return failed(
-            "aux-hidden-state",
-            SINGLE,
-            "eagle_config.use_aux_hidden_state is false: the engine feeds one target layer, its width "
-            "equals the embedding's, and fc is skipped",
-            "set eagle_config.use_aux_hidden_state to true",
-        )
-    return passed(
-        "aux-hidden-state",
-        SINGLE,
-        "the config asks for several target layers (served with --speculative-algorithm EAGLE3)",
-    )
-
-
-def check_fc(subject: Subject) -> Finding:
-    """fc's width against the number of layers times the target's width."""
-    name = "fc-width"
-    if subject.checkpoint.config.get("target_hidden_size", 0) is None:
-        return failed(
-            name,
-            SINGLE,
-            "target_hidden_size is null, which the engine multiplies by the number of layers",
-            "remove the key, or give the target's width",
-        )
-    stored = subject.tensors.get("fc.weight")
-    if stored is None:
-        return skipped(name, SINGLE, "there is no fc.weight")
-    hidden, width = (
-        int(subject.full["hidden_size"]),
-        int(subject.full.get("target_hidden_size", subject.full["hidden_size"])),
-    )
-    aux = engine.num_aux_hidden_states(subject.full)
-    shape, wanted = list(stored.shape), [hidden, width * aux]
-    if shape != wanted:
-        fits = len(shape) == 2 and shape[0] == hidden and shape[1] % width == 0
-        return failed(
-            name,
-            SINGLE,
-            f"fc.weight is {shape}, but {aux} layers of width {width} need {wanted}",
-            f"the weights were trained on {shape[1] // width} layer(s): name that many layer ids"
-            if fits
-            else "set hidden_size and target_hidden_size as trained",
-        )
-    if width * aux == hidden:
-        return failed(
-            name,
-            SINGLE,
-            f"one layer of width {width}: its width equals the embedding's ({hidden}), so the engine skips "
-            "fc without a word",
-            "train on several layers",
-        )
-    theirs = subject.target.config.get("hidden_size") if subject.target else None
-    if theirs is not None and theirs != width:
-        return failed(
-            name,
-            SINGLE,
-            f"fc takes {aux} layers of width {width}, the target's width is {theirs}",
-            f"set target_hidden_size to {theirs} if the draft was trained for this target",
-        )
-    other = "" if theirs is not None else " (not compared with the target: no --target)"
-    return passed(name, SINGLE, f"fc.weight is {shape}: {aux} layers of width {width}{other}")
 
 
 def check_layer_ids(subject: Subject) -> Finding:
@@ -106,6 +16,10 @@ def check_layer_ids(subject: Subject) -> Finding:
     name = "layer-ids"
     if subject.is_speculators:
         return _of_speculators(subject)
+    if not engine.uses_aux_hidden_state(subject.served):
+        return passed(name, SHIFTED, "use_aux_hidden_state is false: the engine captures no layer and reads no ids")
+    if feeds_one(subject):
+        return skipped(name, SHIFTED, "not checked: a head of one feature names no layers (see aux-hidden-state)")
     fault = _cannot_capture(subject)
     if fault is not None:
         return fault

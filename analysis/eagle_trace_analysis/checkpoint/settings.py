@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from eagle_trace_analysis.checkpoint import accepts, engine
 from eagle_trace_analysis.checkpoint.files import DTYPE_NAMES, stored_dtype
 from eagle_trace_analysis.checkpoint.finding import Finding, failed, passed, skipped, warned
+from eagle_trace_analysis.checkpoint.quantised import is_packed, spoken_for
 from eagle_trace_analysis.checkpoint.scan import Scan
 from eagle_trace_analysis.checkpoint.subject import Subject
 
@@ -25,6 +26,18 @@ def check_format(subject: Subject) -> Finding:
         )
     architectures = subject.checkpoint.config.get("architectures")
     name = architectures[0] if isinstance(architectures, list) and architectures else None
+    kind = subject.kind
+    if kind is not None:
+        said = f"architectures is {architectures}, and " if architectures else ""
+        left = [name for name in subject.checkpoint.unlisted if not name.endswith(".safetensors")]
+        skips = f"; SGLang loads the safetensors alone and leaves {', '.join(left[:3])}" if left else ""
+        return failed(
+            "format",
+            "",
+            f"{said}the tensors are those of {kind.name}: {kind.marks}{skips}. The other checks are for EAGLE-3 "
+            "drafts, and were not made",
+            kind.served,
+        )
     if name in engine.VLLM_NAMES:
         return failed(
             "format",
@@ -37,7 +50,8 @@ def check_format(subject: Subject) -> Finding:
         return failed(
             "format",
             "",
-            f"architectures is {architectures}: the engine would not load it as an EAGLE-3 draft",
+            f"architectures is {architectures}, by which the engine would not load it as an EAGLE-3 draft; the tensors "
+            "are those of one",
             f'set architectures to ["{engine.ARCHITECTURE}"]',
         )
     return passed("format", "", f"SGLang format ({engine.ARCHITECTURE})")
@@ -190,7 +204,10 @@ def check_decoder(subject: Subject) -> Finding:
     extra = [
         n
         for n in subject.tensors
-        if n.endswith((".q_norm.weight", ".k_norm.weight", ".bias")) and n not in engine.parameters(subject.served)
+        # a bias of fc is judged with fc
+        if n.endswith((".q_norm.weight", ".k_norm.weight", ".bias"))
+        and n != "fc.bias"
+        and n not in engine.parameters(subject.served)
     ]
     if extra:
         problems.append(f"the engine drops {', '.join(extra[:4])}")
@@ -370,12 +387,14 @@ def check_vocabulary(subject: Subject) -> Finding:
 
 def check_dtype(subject: Subject, scans: Mapping[str, Scan]) -> Finding:
     """What the weights are stored in, what the config says, and what the target computes in."""
-    floats = sorted({DTYPE_NAMES[t.dtype] for t in subject.tensors.values() if t.is_float})
+    plain = {name: t for name, t in subject.tensors.items() if t.is_float and not spoken_for(name)}
+    floats = sorted({DTYPE_NAMES[t.dtype] for t in plain.values()})
+    quantised = sorted({t.dtype for t in subject.tensors.values() if is_packed(t)})
     stored, said = (
-        stored_dtype(subject.tensors),
+        stored_dtype(plain),
         subject.served.get("dtype") or subject.served.get("torch_dtype"),
     )
-    largest = max((scan.largest for scan in scans.values()), default=0.0)
+    largest = max((scan.largest for name, scan in scans.items() if name in plain), default=0.0)
     fix = "serve with --dtype as the target's, or store the draft so"
     # with no dtype named, and for float32, SGLang's --dtype auto takes float16
     served = "float16" if said in (None, "float32") else str(said)
@@ -398,4 +417,5 @@ def check_dtype(subject: Subject, scans: Mapping[str, Scan]) -> Finding:
             f'set "dtype" to "{stored}"',
         )
     mixed = f" ({', '.join(floats)} stored, cast on loading)" if floats != [said] else ""
+    mixed += f", and quantised matrices as {', '.join(quantised)}" if quantised else ""
     return passed("dtype", "rounding", f"{said}{mixed}, largest magnitude {largest:.3g}")

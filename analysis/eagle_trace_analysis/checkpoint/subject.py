@@ -17,9 +17,11 @@ from eagle_trace_analysis.checkpoint.export import aux_layer_ids, second_names, 
 from eagle_trace_analysis.checkpoint.files import (
     Checkpoint,
     StoredTensor,
+    has_weights,
     open_checkpoint,
     stored_dtype,
 )
+from eagle_trace_analysis.checkpoint.kinds import Kind, recognise
 from eagle_trace_analysis.checkpoint.target_classes import is_known, target_class
 
 
@@ -39,7 +41,7 @@ class Target:
     @cached_property
     def checkpoint(self) -> Checkpoint | None:
         """Headers of the weights; None if the folder has none (a config alone is enough for most checks)."""
-        if not any(self.folder.glob("*.safetensors")):
+        if not has_weights(self.folder):
             return None
         return open_checkpoint(self.folder)
 
@@ -106,6 +108,11 @@ class Subject:
     def tensors(self) -> dict[str, StoredTensor]:
         """Stored tensors by speculators' names; of two with one name the last, as on loading."""
         return {engine.canonical_name(tensor.name): tensor for tensor in self.checkpoint.tensors.values()}
+
+    @cached_property
+    def kind(self) -> Kind | None:
+        """What the folder holds if not an EAGLE-3 draft of the class known here."""
+        return None if self.is_speculators else recognise(self.tensors, self.served)
 
     @property
     def target_architecture(self) -> str | None:
