@@ -14,11 +14,17 @@ from typing import Any
 import pytest
 
 from eagle_trace_analysis.checkpoint import accepts, engine
+from eagle_trace_analysis.checkpoint.check import check
+from eagle_trace_analysis.checkpoint.finding import Status
 from eagle_trace_analysis.checkpoint.target_classes import NO_CAPTURE, NO_EMBEDDING, SERVES
 from tests.support import checkpoints as make
 from tests.support import config_classes
+from tests.support.check_cases import Folders, troubles, write_healthy
+from tests.support.check_cases import flat_config as flat_of
+from tests.support.config_cases import ACCEPTED, FLAT_FAULTS, NAMED, REFUSED
 from tests.support.config_classes import MODEL_TYPES, flat_config, write_config
 from tests.support.engine_judge import ask
+from tests.support.pairs import DRAFT, TARGET
 
 pytest.importorskip("sglang")
 pytestmark = pytest.mark.integration
@@ -119,14 +125,47 @@ Judged = list[tuple[str, dict[str, Any], dict[str, Any]]]
 
 
 @pytest.fixture(scope="module")
-def answer(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Every cell's verdict, and the registry of target classes."""
+def healthy(tmp_path_factory: pytest.TempPathFactory) -> Folders:
+    return write_healthy(tmp_path_factory.mktemp("healthy"))
+
+
+def whole_folders(root: Path, healthy: Folders) -> dict[str, Path]:
+    """Drafts with weights, by name: the healthy one, every planted fault of a config, and the demo's."""
+    changes = {f"refused {json.dumps(case[0])}": case[0] for case in REFUSED}
+    changes |= {f"accepted {json.dumps(case)}": case for case in ACCEPTED}
+    changes |= {f"model type {kind}": NAMED | {"model_type": kind} for kind in MODEL_TYPES}
+    changes |= {
+        f"model type {kind}, {key} left out": NAMED | {"model_type": kind, key: GONE}
+        for kind in MODEL_TYPES
+        for key in ("rms_norm_eps", "rope_parameters", "tie_word_embeddings", "hidden_act")
+    }
+    found = {"healthy": healthy.flat, "demo": DRAFT}
+    for name, change in changes.items():
+        config = {key: value for key, value in (flat_of(healthy) | change).items() if value is not GONE}
+        found[name] = make.write_checkpoint(root / str(len(found)), config, make.draft_tensors())
+    for name, harm, *_ in FLAT_FAULTS:
+        config, tensors = flat_of(healthy), make.draft_tensors()
+        harm(config, tensors)
+        found[f"fault {name}"] = make.write_checkpoint(root / str(len(found)), config, tensors)
+    return found
+
+
+@pytest.fixture(scope="module")
+def answer(tmp_path_factory: pytest.TempPathFactory, healthy: Folders) -> dict[str, Any]:
+    """Every cell's verdict, those of whole folders, and the registry of target classes."""
     folder = tmp_path_factory.mktemp("judge")
     configs = list(cells())
     drafts = [write_config(folder / str(number), config) for number, (_, config) in enumerate(configs)]
+    whole = whole_folders(folder / "whole", healthy)
     model = make.write_checkpoint(folder / "model", make.decoder_config(1), make.target_tensors())
-    given = ask(folder / "exchange", model, drafts, registry=True)
-    return given | {"judged": [(*cell, verdict) for cell, verdict in zip(configs, given["verdicts"], strict=True)]}
+    given = ask(folder / "exchange", model, [*drafts, *whole.values()], registry=True)
+    verdicts = given["verdicts"]
+    return given | {
+        "judged": [(*cell, verdict) for cell, verdict in zip(configs, verdicts, strict=False)],
+        "whole": {
+            name: (path, verdict) for (name, path), verdict in zip(whole.items(), verdicts[len(configs) :], strict=True)
+        },
+    }
 
 
 def stops(config: dict[str, Any]) -> list[str]:
@@ -175,6 +214,51 @@ def test_what_the_engine_takes_is_read_as_it_reads_it(answer: dict[str, Any]) ->
             }
             wrong += [f"{name}: {key} {ours[key]}, not {theirs[key]}" for key in ours if ours[key] != theirs[key]]
     assert not wrong, f"{len(wrong)}:\n" + "\n".join(wrong[:40])
+
+
+#: what decides, beside the weights, what the draft computes
+COMPUTES = (
+    "captured",
+    "shapes",
+    "theta",
+    "rotary",
+    "heads",
+    "norm_output",
+    "target_head",
+    "dropped",
+    "empty",
+    "context",
+)
+
+
+def computes(verdict: dict[str, Any]) -> list[Any]:
+    values = verdict["values"]
+    return [*(verdict[key] for key in COMPUTES), values["rms_norm_eps"], values["tie_word_embeddings"]]
+
+
+def test_check_fails_what_the_engine_refuses_and_never_what_it_computes_as_trained(
+    answer: dict[str, Any], healthy: Folders
+) -> None:
+    trained = computes(answer["whole"]["healthy"][1])
+    wrong, seen = [], {"refused": 0, "as trained": 0, "otherwise": 0}
+    for name, (path, verdict) in answer["whole"].items():
+        pair = (TARGET, None) if name == "demo" else (healthy.target, healthy.draft)
+        for reference in (pair[1], None):
+            result = check(path, target=pair[0], reference=reference)
+            if verdict["error"] is not None or verdict["class"] != engine.ARCHITECTURE:
+                outcome, fine = "refused", result.exit_status == 1
+            elif name == "demo" or computes(verdict) == trained:
+                outcome, fine = "as trained", result.exit_status == 0
+            else:
+                outcome, fine = "otherwise", any(f.status is not Status.PASS for f in result.findings)
+                # with the training known, what is computed otherwise is no mere skip
+                fine = fine if reference is None else bool(troubles(result))
+            seen[outcome] += 1
+            if not fine:
+                said = {f.name: f.evidence for f in result.findings if f.status in (Status.FAIL, Status.WARN)}
+                wrong.append(f"{name} ({outcome}, reference {reference is not None}): {said}, {verdict['error']}")
+    assert min(seen.values()) > 10, seen
+    assert not wrong, f"{len(wrong)} of {sum(seen.values())}:\n" + "\n".join(wrong[:40])
 
 
 def test_table_of_config_classes_is_the_installed_packages_own(tmp_path: Path) -> None:

@@ -18,8 +18,7 @@ from eagle_trace_analysis.checkpoint.export import export
 from eagle_trace_analysis.checkpoint.finding import CheckResult, Status
 from tests.support import checkpoints as make
 from tests.support.check_cases import Folders, flat_config, named, only, troubles, write_healthy
-
-LINEAR = {"rope_type": "linear", "rope_theta": 1e5}
+from tests.support.config_cases import ACCEPTED, NAMED, REFUSED
 
 
 @pytest.fixture(scope="module")
@@ -30,45 +29,6 @@ def healthy(tmp_path_factory: pytest.TempPathFactory) -> Folders:
 def checked(folder: Path, healthy: Folders, changes: dict[str, Any], without: tuple[str, ...] = ()) -> CheckResult:
     config = {key: value for key, value in (flat_config(healthy) | changes).items() if key not in without}
     return check(make.write_checkpoint(folder, config, make.draft_tensors()), target=healthy.target)
-
-
-#: what is changed, what the finding says of it, how to mend it
-REFUSED: list[tuple[dict[str, Any], str, str]] = [
-    ({"attention_bias": None}, "attention_bias is null, but LlamaConfig takes true or false", "remove attention_bias"),
-    ({"mlp_bias": None}, "mlp_bias is null", "remove mlp_bias"),
-    ({"hidden_act": None}, "hidden_act is null, but LlamaConfig takes a string", "remove hidden_act"),
-    ({"use_cache": None}, "use_cache is null", "remove use_cache"),
-    ({"tie_word_embeddings": None}, "tie_word_embeddings is null", "remove tie_word_embeddings"),
-    ({"initializer_range": None}, "initializer_range is null", "remove initializer_range"),
-    ({"initializer_range": 1}, "takes a number with a fraction", "set initializer_range to 1.0"),
-    ({"initializer_range": 1.5}, "not within 0 and 1", "0.02"),
-    ({"rms_norm_eps": "1e-5"}, 'rms_norm_eps is "1e-5"', "a number with a fraction"),
-    ({"use_cache": 1}, "use_cache is 1", "true or false"),
-    ({"max_position_embeddings": 4096.0}, "max_position_embeddings is 4096.0", "to 4096"),
-    ({"pad_token_id": [0]}, "pad_token_id is [0]", "an integer"),
-    ({"hidden_size": 64.0}, "hidden_size is 64.0", "to 64"),
-    ({"num_attention_heads": "4"}, 'num_attention_heads is "4"', "an integer"),
-    ({"draft_vocab_size": "96"}, 'draft_vocab_size is "96"', "as trained"),
-    ({"torch_dtype": "torch.bfloat16", "dtype": None}, 'torch_dtype is "torch.bfloat16"', 'to "bfloat16"'),
-    ({"dtype": "bf16"}, 'dtype is "bf16"', 'to "bfloat16"'),
-    ({"dtype": "auto"}, 'dtype is "auto"', 'to "bfloat16"'),
-    ({"model_type": "llama3"}, 'model_type is "llama3", which transformers does not know', '"llama"'),
-    ({"model_type": None}, "model_type is null", '"llama"'),
-    ({"layer_types": ["full_attention"] * 2}, "names 2 layers, num_hidden_layers says 1", "remove layer_types"),
-    ({"layer_types": ["fancy"]}, "not a list of attention types", "remove layer_types"),
-    ({"rope_scaling": [1]}, "rope_scaling is [1]", "remove rope_scaling"),
-    ({"rope_parameters": LINEAR}, "has no factor", "rope_parameters.factor"),
-    ({"rope_parameters": LINEAR | {"factor": 8}}, "wants a number with a fraction", "to 8.0"),
-    ({"rope_parameters": LINEAR | {"factor": 8.0, "rope_theta": "1e5"}}, 'rope_theta is "1e5"', "as trained"),
-    ({"rope_parameters": {"rope_type": "su"}}, 'the rotary embedding "su"', "rope_parameters"),
-    ({"partial_rotary_factor": None}, "partial_rotary_factor is null", "remove"),
-    ({"auto_map": None}, "auto_map is null", "remove auto_map"),
-    ({"text_config": None}, "text_config is null", "remove text_config"),
-    ({"eagle_config": "x"}, 'eagle_config is "x"', "remove eagle_config"),
-    ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": "1,2"}}, "no list of layer ids", "list of integers"),
-    ({"num_labels": None}, "num_labels is null", "remove num_labels"),
-    ({"model_max_length": "long"}, "counts no positions", "remove model_max_length"),
-]
 
 
 @pytest.mark.parametrize(("changes", "words", "fix"), REFUSED, ids=[json.dumps(case[0])[:60] for case in REFUSED])
@@ -94,27 +54,11 @@ def test_without_a_size_nothing_else_is_checked_and_that_is_said(healthy: Folder
     assert named(result, "everything else").status is Status.SKIP
 
 
-ACCEPTED: list[dict[str, Any]] = [
-    *({key: None} for key in ("pretraining_tp", "pad_token_id", "rope_scaling", "head_dim",
-                              "quantization_config", "bos_token_id", "attention_dropout", "per_layer_config")),
-    {"num_hidden_layers": 1, "layer_types": ["full_attention"]},
-    {"unknown_key": None, "transformers_version": None, "return_dict": None},
-    {"dtype": None, "torch_dtype": "bfloat16"},
-    {"dtype": "bfloat16", "torch_dtype": "torch.bfloat16"},
-    {"pad_token_id": -1, "eos_token_id": [1, 2]},
-    {"attention_dropout": 0},
-]  # fmt: skip
-
-
 @pytest.mark.parametrize("changes", ACCEPTED, ids=[json.dumps(changes)[:60] for changes in ACCEPTED])
 def test_a_value_that_the_engine_takes_raises_no_alarm(
     healthy: Folders, tmp_path: Path, changes: dict[str, Any]
 ) -> None:
     assert troubles(checked(tmp_path, healthy, changes)) == {}
-
-
-#: model types of other families, with everything named that their classes would choose otherwise
-NAMED = {"tie_word_embeddings": False, "attention_bias": False, "mlp_bias": False}
 
 
 @pytest.mark.parametrize(
