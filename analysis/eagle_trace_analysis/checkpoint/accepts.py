@@ -99,8 +99,9 @@ def positions(config: Mapping[str, Any]) -> int | None:
     form = rope.get("rope_type", rope.get("type"))
     own = "original_max_position_embeddings" in rope or form in ("llama3", "yarn", "longrope")
     factor = 1 if own or not _number(rope.get("factor")) else rope["factor"]
-    counted = next((config[key] for key in (*LENGTHS, "max_position_embeddings") if config.get(key) is not None), None)
-    return int(factor * counted) if _number(counted) else None
+    said = next((config[key] for key in (*LENGTHS, "max_position_embeddings") if config.get(key) is not None), None)
+    counted = _count(said)
+    return None if counted is None else int(factor * counted)
 
 
 def repaired(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -234,15 +235,20 @@ def _sizes(config: Mapping[str, Any]) -> Iterator[Refusal]:
 
 def _further(config: Mapping[str, Any]) -> Iterator[Refusal]:
     """Keys that no type is declared for, and what trips over them."""
-    objects = {"quantization_config": None, "compression_config": None, "id2label": None, "per_layer_config": None}
-    for key in objects:
+    for key in ("quantization_config", "compression_config", "id2label", "per_layer_config"):
         if config.get(key) is not None and not isinstance(config[key], dict):
             yield _not_an_object(key, config[key])
-    if "auto_map" in config and not isinstance(config["auto_map"], dict):
+    for key in ("id2label", "per_layer_config"):
+        held = config.get(key)
+        if isinstance(held, dict) and not all(name.strip().lstrip("+-").isdecimal() for name in held):
+            yield Refusal(key, f"{key} is {shown(held)}, whose keys are not numbers", f"remove {key}")
+    if config.get("auto_map", {}) not in ({}, [], "") and not isinstance(config["auto_map"], dict):
         yield _not_an_object("auto_map", config["auto_map"])
     for key in ("text_config", "llm_config", "language_config", "thinker_config"):
         if key in config and not isinstance(config[key], dict):
             yield _not_an_object(key, config[key])
+        elif key in ("text_config", "llm_config") and "num_attention_heads" not in config.get(key, SIZES):
+            yield Refusal(key, f"{key} has no num_attention_heads, which the engine reads there", f"remove {key}")
     eagle = config.get("eagle_config")
     if eagle and not isinstance(eagle, dict):
         yield _not_an_object("eagle_config", eagle)
@@ -251,9 +257,16 @@ def _further(config: Mapping[str, Any]) -> Iterator[Refusal]:
     if "num_labels" in config and not isinstance(config["num_labels"], int):
         yield Refusal("num_labels", f"num_labels is {shown(config['num_labels'])}, not an integer", "remove num_labels")
     for key in LENGTHS:
-        if config.get(key) is not None and type(config[key]) not in (int, float, bool):
+        if config.get(key) is not None and _count(config[key]) is None:
             yield Refusal(key, f"{key} is {shown(config[key])}, which counts no positions", f"remove {key}")
     yield from _layer_types(config)
+
+
+def _count(value: Any) -> float | None:
+    """A number of positions as the engine takes it: a number, or one written as text."""
+    if isinstance(value, str):
+        return int(value) if value.isdecimal() else None
+    return value if _number(value) else None
 
 
 def _not_an_object(key: str, value: Any) -> Refusal:
@@ -316,6 +329,10 @@ def _rope(config: Mapping[str, Any]) -> Iterator[Refusal]:
             f"partial_rotary_factor is {shown(factor)}, which is no share of a head",
             "remove partial_rotary_factor, or set it as trained",
         )
+    for key, bad in (("rope_is_neox_style", list | dict), ("original_max_position_embeddings", dict)):
+        held = config.get(key)
+        if isinstance(held, bad) and (held or key == "rope_is_neox_style"):
+            yield Refusal(key, f"{key} is {shown(config[key])}", f"remove {key}, or set it as trained")
     rope = rope if isinstance(rope, dict) else {}
     theta, where = (
         (rope["rope_theta"], f"{name}.rope_theta")
@@ -369,6 +386,12 @@ def _rope_numbers(rope: Mapping[str, Any], name: str, form: str) -> Iterator[Ref
                 f"{name}.factor",
                 f"{name}.factor is {shown(value)}: for the form linear the engine wants a number with a fraction",
                 f"set {name}.factor to {float(value)}",
+            )
+        elif key.endswith("freq_factor") and not value:
+            yield Refusal(
+                f"{name}.{key}",
+                f"{name}.{key} is {value!r}, which the engine divides by",
+                f"set {name}.{key} as trained",
             )
         elif key.startswith("original") and form in ("yarn", "longrope") and value <= (form == "longrope"):
             yield Refusal(

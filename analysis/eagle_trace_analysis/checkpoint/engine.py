@@ -71,6 +71,8 @@ def rope_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     rope.pop("type", None)
     factor = config.get("partial_rotary_factor") or rope.get("partial_rotary_factor") or 1.0
     rope["partial_rotary_factor"] = factor
+    if not config.get("rope_is_neox_style", True):
+        rope["rope_is_neox_style"] = False
     return {key: value for key, value in rope.items() if value is not None}
 
 

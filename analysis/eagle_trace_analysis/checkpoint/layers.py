@@ -206,4 +206,16 @@ def _against_doubtful(subject: Subject, given: list[int] | None, inputs: list[in
     fed = f"; this draft's ids {given} make the engine feed the inputs of layers {inputs}" if given else ""
     if given == trained:
         fed += ", which is right if the reference's were copied from here"
-    return warned("layer-ids", SHIFTED, f"in the reference, {doubt}{fed}", _doubtful_fix(subject, trained))
+    layers = engine.copied_from_serving(trained, subject.target_layers, subject.target_architecture) or 0
+    default = engine.default_inputs(layers)
+    right = [
+        engine.ids_that_capture(inputs, subject.target_layers, subject.target_architecture)
+        for inputs in (default, trained)
+    ]
+    return warned(
+        "layer-ids",
+        SHIFTED,
+        f"in the reference, {doubt}{fed}",
+        f"if the draft was trained on the default {default}, its ids should be {right[0]} and the reference should say "
+        f"{default}; if it was trained on the inputs of layers {trained}, its ids should be {right[1]}",
+    )
