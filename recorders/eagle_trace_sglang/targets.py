@@ -1,4 +1,4 @@
-"""Whether the installed SGLang's class for a target can feed an EAGLE-3 draft: asked of its sources before it starts.
+"""Whether the installed SGLang has the classes of a pair, and the target's can feed a draft: asked of its sources.
 
 As in `releases`, the sources are parsed and not run: importing SGLang's models takes ten seconds, and drops those whose
 kernels are not there.
@@ -15,7 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from eagle_trace.errors import HostError
+from eagle_trace.errors import CheckpointError, HostError
 from eagle_trace_sglang.releases import installed
 
 #: what SGLang's draft worker asks of a target's class, and what for
@@ -100,22 +100,29 @@ class Sources:
                 yield from self._methods(stem, known, depth + 1)
 
 
-def check_target(target: Mapping[str, Any], draft: Mapping[str, Any], extra: Sequence[str] = ()) -> None:
-    """Refuse a target whose class, in the installed SGLang, cannot feed an EAGLE-3 draft.
+def check_classes(target: Mapping[str, Any], draft: Mapping[str, Any], extra: Sequence[str] = ()) -> None:
+    """Refuse a draft whose class the installed SGLang does not have, and a target whose class cannot feed a draft.
 
-    A class that SGLang's sources do not have (of another package, or of none) is left to SGLang to judge.
+    A target's class that SGLang's sources do not have (of another package, or of none) is left to SGLang to judge.
 
     Args:
         target, draft: their configs.
         extra: the user's own arguments for SGLang.
 
     Raises:
-        HostError: the class lacks what SGLang's draft worker asks for; the message says so.
+        CheckpointError: SGLang has no class of the draft's name.
+        HostError: the target's class lacks what SGLang's draft worker asks for; the message says so.
     """
     if os.environ.get("SGLANG_EXTERNAL_MODEL_PACKAGE") or any(w.startswith("--speculative-algo") for w in extra):
         return
     release, folder = installed()
     sources = Sources(folder / "models")
+    own = next(iter(draft.get("architectures") or ()), None)
+    if isinstance(own, str) and sources.methods(own) is None:
+        raise CheckpointError(
+            f"SGLang {release} has no class {own}, which the draft's config names: a draft of a llama layer is its "
+            "LlamaForCausalLMEagle3; `eagle-trace check DRAFT --target TARGET` says whether this is one"
+        )
     names = [name for name in target.get("architectures") or () if isinstance(name, str)]
     found = next(((name, has) for name in names if (has := sources.methods(name)) is not None), None)
     if found is None:

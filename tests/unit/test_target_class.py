@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from eagle_trace.errors import HostError
+from eagle_trace.errors import CheckpointError, HostError
 from eagle_trace_analysis.checkpoint.check import check
 from eagle_trace_analysis.checkpoint.finding import Status
 from eagle_trace_analysis.checkpoint.target_classes import NO_CAPTURE, NO_EMBEDDING, SERVES, SINCE
@@ -129,15 +129,22 @@ def test_record_asks_the_installed_sources_before_anything_starts(
     release: Path, name: str, draft: dict[str, Any], words: str
 ) -> None:
     if not words:
-        targets.check_target({"architectures": [name]}, draft)
+        targets.check_classes({"architectures": [name]}, draft)
         return
     with pytest.raises(HostError, match=f"SGLang 0.5.99 cannot serve.*{words}"):
-        targets.check_target({"architectures": [name]}, draft)
+        targets.check_classes({"architectures": [name]}, draft)
+
+
+def test_a_draft_class_that_the_installed_sglang_does_not_have_is_refused(release: Path) -> None:
+    target = {"architectures": ["PlainForCausalLM"]}
+    with pytest.raises(CheckpointError, match=r"no class Eagle3LlamaForCausalLM.*LlamaForCausalLMEagle3"):
+        targets.check_classes(target, {"architectures": ["Eagle3LlamaForCausalLM"]})
+    targets.check_classes(target, {"architectures": ["HeirForCausalLM"]})
 
 
 def test_another_algorithm_or_package_is_left_to_sglang(release: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bare = {"architectures": ["BareForCausalLM"]}
-    targets.check_target(bare, {}, ["--speculative-algorithm", "EAGLE"])
-    targets.check_target({"architectures": None}, {})
+    targets.check_classes(bare, {}, ["--speculative-algorithm", "EAGLE"])
+    targets.check_classes({"architectures": None}, {})
     monkeypatch.setenv("SGLANG_EXTERNAL_MODEL_PACKAGE", "mine")
-    targets.check_target(bare, {})
+    targets.check_classes(bare, {})

@@ -66,7 +66,8 @@ def rope_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     """The rotary embedding a config asks for, in one form for the old keys and the new."""
     # transformers takes the old key where a config has both
     rope = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
-    rope.setdefault("rope_theta", config.get("rope_theta") or default_theta(config))
+    theta = config.get("rope_theta")
+    rope.setdefault("rope_theta", default_theta(config) if theta is None else theta)
     rope["rope_type"] = rope.get("rope_type") or rope.pop("type", None) or "default"
     rope.pop("type", None)
     factor = config.get("partial_rotary_factor") or rope.get("partial_rotary_factor") or 1.0
