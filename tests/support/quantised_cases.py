@@ -193,111 +193,131 @@ def _plain(module: str, method: str = "fp8 dynamic") -> make.Tensors:
 
 QKV = "layers.0.self_attn.q_proj layers.0.self_attn.k_proj layers.0.self_attn.v_proj"
 NAN = np.full((make.MIDDLE, make.HIDDEN), np.nan, FP8)
-QUANTISED = [Case(f"quantised: {name}", as_method(name)) for name in METHODS] + [
-    Case(
-        "fp8 that names no method",
-        folder(flat(), quantised(fp8)),
-        PARTLY,
-        "quantisation",
-        "no quantization_config",
-        "add the",
-    ),
-    Case(
-        "fp8 without its scales",
-        as_method("fp8 dynamic", {n: v for n, v in quantised(fp8).items() if "scale" not in n}),
-        PARTLY,
-        "quantisation",
-        "weight_scale",
-        "ship every",
-    ),
-    Case(
-        "static without input scales",
-        as_method("fp8 static", quantised(fp8)),
-        PARTLY,
-        "quantisation",
-        "input_scale",
-        "ship every",
-    ),
-    Case(
-        "block scales under the other name",
-        as_method("fp8 block", quantised(fp8)),
-        PARTLY,
-        "quantisation",
-        "weight_scale_inv",
-        "ship every",
-    ),
-    Case(
-        "quantised fc",
-        as_method("fp8 dynamic", quantised(fp8, (*PROJECTIONS, "fc"))),
-        PARTLY,
-        "quantisation",
-        "fc is a plain linear layer",
-        "store them unquantised",
-    ),
-    Case(
-        "quantised head",
-        as_method("fp8 dynamic", quantised(fp8, (*PROJECTIONS, "lm_head"))),
-        PARTLY,
-        "quantisation",
-        "lm_head",
-        "store them unquantised",
-    ),
-    Case(
-        "ModelOpt's head left out, and not excepted",
-        folder(flat(), quantised(fp8_static), hf_quant_config={"quantization": {"quant_algo": "FP8"}}),
-        PARTLY,
-        "quantisation",
-        "lm_head",
-        "quantise them too",
-    ),
-    Case(
-        "excepted by names the class does not have",
-        as_method("fp8 dynamic", _plain(QKV), modules_to_not_convert=[f"model.{one}" for one in QKV.split()]),
-        PARTLY,
-        "quantisation",
-        "stored unquantised",
-        "by the class's own names",
-    ),
-    Case(
-        "excepted by the class's names",
-        as_method("fp8 dynamic", _plain(QKV), modules_to_not_convert=["q_proj", "k_proj", "v_proj"]),
-    ),
-    Case(
-        "excepted, and quantised all the same",
-        as_method("fp8 dynamic", None, modules_to_not_convert=["down_proj"]),
-        PARTLY,
-        "quantisation",
-        "down_proj",
-        "store them unquantised",
-    ),
-    Case(
-        "a method the engine lacks",
-        folder(flat(quantization_config={"quant_method": "eetq"}), quantised(int8_rows)),
-        REFUSES,
-        "quantisation",
-        "refuses to start",
-        "quantise it with",
-    ),
-    Case(
-        "named and not done",
-        folder(flat(quantization_config={"quant_method": "fp8", "activation_scheme": "dynamic"}), tensors()),
-        PARTLY,
-        "quantisation",
-        "stored unquantised",
-        "",
-    ),
-    Case(
-        "NaN in fp8",
-        as_method("fp8 dynamic", quantised(fp8) | {"layers.0.mlp.up_proj.weight": NAN}),
-        FINE,
-        "finite",
-        "up_proj.weight (6,144 of 6,144)",
-        "never loaded",
-    ),
-    Case(
-        "8-bit floats that were cast",
-        folder(
-            flat(), tensors() | {"layers.0.mlp.up_proj.weight": tensors()["layers.0.mlp.up_proj.weight"].astype(FP8)}
-        ),
-    ),
+
+
+def one_feature(name: str) -> Write:
+    """A quantised head of one feature, whose only mark is how much enters its layer."""
+    config, form, _ = METHODS[name]
+    gone = ("fc.weight", "layers.0.hidden_norm.weight")
+    stored = {key: value for key, value in quantised(form).items() if key not in gone}
+    eagle = {"use_aux_hidden_state": False, "eagle_aux_hidden_state_layer_ids": []}
+    return folder(flat(dtype="float16", quantization_config=config, eagle_config=eagle), stored)
+
+
+HEADS = [
+    Case(f"head of one feature: {name}", one_feature(name), warns=("weights-present",))
+    for name in ("compressed int4", "compressed nvfp4", "fp8 static", "awq", "gptq")
 ]
+QUANTISED = (
+    [Case(f"quantised: {name}", as_method(name)) for name in METHODS]
+    + HEADS
+    + [
+        Case(
+            "fp8 that names no method",
+            folder(flat(), quantised(fp8)),
+            PARTLY,
+            "quantisation",
+            "no quantization_config",
+            "add the",
+        ),
+        Case(
+            "fp8 without its scales",
+            as_method("fp8 dynamic", {n: v for n, v in quantised(fp8).items() if "scale" not in n}),
+            PARTLY,
+            "quantisation",
+            "weight_scale",
+            "ship every",
+        ),
+        Case(
+            "static without input scales",
+            as_method("fp8 static", quantised(fp8)),
+            PARTLY,
+            "quantisation",
+            "input_scale",
+            "ship every",
+        ),
+        Case(
+            "block scales under the other name",
+            as_method("fp8 block", quantised(fp8)),
+            PARTLY,
+            "quantisation",
+            "weight_scale_inv",
+            "ship every",
+        ),
+        Case(
+            "quantised fc",
+            as_method("fp8 dynamic", quantised(fp8, (*PROJECTIONS, "fc"))),
+            PARTLY,
+            "quantisation",
+            "fc is a plain linear layer",
+            "store them unquantised",
+        ),
+        Case(
+            "quantised head",
+            as_method("fp8 dynamic", quantised(fp8, (*PROJECTIONS, "lm_head"))),
+            PARTLY,
+            "quantisation",
+            "lm_head",
+            "store them unquantised",
+        ),
+        Case(
+            "ModelOpt's head left out, and not excepted",
+            folder(flat(), quantised(fp8_static), hf_quant_config={"quantization": {"quant_algo": "FP8"}}),
+            PARTLY,
+            "quantisation",
+            "lm_head",
+            "quantise them too",
+        ),
+        Case(
+            "excepted by names the class does not have",
+            as_method("fp8 dynamic", _plain(QKV), modules_to_not_convert=[f"model.{one}" for one in QKV.split()]),
+            PARTLY,
+            "quantisation",
+            "stored unquantised",
+            "by the class's own names",
+        ),
+        Case(
+            "excepted by the class's names",
+            as_method("fp8 dynamic", _plain(QKV), modules_to_not_convert=["q_proj", "k_proj", "v_proj"]),
+        ),
+        Case(
+            "excepted, and quantised all the same",
+            as_method("fp8 dynamic", None, modules_to_not_convert=["down_proj"]),
+            PARTLY,
+            "quantisation",
+            "down_proj",
+            "store them unquantised",
+        ),
+        Case(
+            "a method the engine lacks",
+            folder(flat(quantization_config={"quant_method": "eetq"}), quantised(int8_rows)),
+            REFUSES,
+            "quantisation",
+            "refuses to start",
+            "quantise it with",
+        ),
+        Case(
+            "named and not done",
+            folder(flat(quantization_config={"quant_method": "fp8", "activation_scheme": "dynamic"}), tensors()),
+            PARTLY,
+            "quantisation",
+            "stored unquantised",
+            "",
+        ),
+        Case(
+            "NaN in fp8",
+            as_method("fp8 dynamic", quantised(fp8) | {"layers.0.mlp.up_proj.weight": NAN}),
+            FINE,
+            "finite",
+            "up_proj.weight (6,144 of 6,144)",
+            "never loaded",
+        ),
+        Case(
+            "8-bit floats that were cast",
+            folder(
+                flat(),
+                tensors() | {"layers.0.mlp.up_proj.weight": tensors()["layers.0.mlp.up_proj.weight"].astype(FP8)},
+            ),
+        ),
+    ]
+)

@@ -21,6 +21,8 @@ Write = Callable[[Path], object]
 
 #: what the engine does: loads all of it; leaves something at its start or drops it; does not start
 FINE, PARTLY, REFUSES = "fine", "partly", "refuses"
+#: not to be asked: it would build until the memory is full
+UNBUILT = "unbuilt"
 
 
 @dataclass(frozen=True)
@@ -132,6 +134,10 @@ def fc(width: int) -> make.Tensors:
     return tensors() | {"fc.weight": (draw.standard_t(5, (make.HIDDEN, width)) * 0.1).astype(ml_dtypes.bfloat16)}
 
 
+#: with an embedding of its own, as a draft of another width than its target needs
+OWN = dict(HEALTHY)
+
+
 def ids(*named: int, **more: Any) -> dict[str, Any]:
     return flat(eagle_config={"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": list(named)}, **more)
 
@@ -179,6 +185,27 @@ FED = [
     ),
     Case(
         "fc of one captured layer", folder(ids(29), fc(make.HIDDEN)), FINE, "fc-width", "skips fc", "train on several"
+    ),
+    Case("features of another width", folder(flat(target_hidden_size=80), OWN | {"fc.weight": fc(240)["fc.weight"]})),
+    Case(
+        "one feature of another width, built for three",
+        folder(flat(eagle_config=ONE, target_hidden_size=80), OWN | {"fc.weight": fc(80)["fc.weight"]}),
+        REFUSES,
+        "aux-hidden-state",
+        "builds fc for 3",
+        "set num_aux_hidden_states to 1",
+    ),
+    Case(
+        "one feature of another width",
+        folder(flat(eagle_config=ONE, target_hidden_size=80, num_aux_hidden_states=1), OWN | fc(80)),
+    ),
+    Case(
+        "count beyond all bounds",
+        folder(flat(num_hidden_layers=10**9), tensors()),
+        UNBUILT,
+        "weights-present",
+        "the file holds 1",
+        "set num_hidden_layers to 1",
     ),
     Case("fc too wide", folder(flat(), fc(4 * make.HIDDEN)), REFUSES, "fc-width", "3 layers", "name that many"),
     Case(

@@ -27,7 +27,7 @@ def ask(folder: Path, model: Path, drafts: Sequence[Path]) -> dict[str, Any]:
         folder: an empty folder for the exchange.
         model: a target that SGLang's settings can be made from.
     """
-    from eagle_trace_sglang.cpu import cpu_environment
+    from sglang_cpu_eagle import cpu_environment
 
     folder.mkdir(parents=True, exist_ok=True)
     job = {"model": str(model), "store": str(folder / "store"), "out": str(folder / "out.json")}
@@ -113,6 +113,8 @@ def build(folder: Path) -> tuple[Any, Any]:
 
 def judge(folder: Path) -> dict[str, Any]:
     """Verdict on one folder."""
+    import torch
+
     try:
         settings, model = build(folder)
         weights = list(_weights(settings, model))
@@ -124,6 +126,8 @@ def judge(folder: Path) -> dict[str, Any]:
             kept = {name: (kept[name] & same) if kept else same for name, same in found.items()}
         dropped = []
         for name, tensor in weights:
+            if not torch.is_tensor(tensor):
+                continue
             changed = False
             model.hot_token_id = None
             for byte in FILLS:

@@ -27,6 +27,8 @@ LEGACY_NAMES = {
     "aux_norm_mid": "fc_norm.1",
     "aux_norm_high": "fc_norm.2",
 }
+#: no draft has more layers; a config that counts more is wrong, and its parameters are not all listed
+MOST_LAYERS = 1000
 #: parts of a fused parameter, in its order
 STACKED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
@@ -203,7 +205,7 @@ def parameters(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         shapes["input_norm.weight"] = (width * aux,)
     if fc_norm(full):
         shapes |= {f"fc_norm.{k}.weight": (width,) for k in range(aux)}
-    for layer in range(int(full["num_hidden_layers"])):
+    for layer in range(min(int(full["num_hidden_layers"]), MOST_LAYERS)):
         entering = 2 * hidden if layer == 0 else hidden
         own = {
             "self_attn.q_proj.weight": (queries, entering),

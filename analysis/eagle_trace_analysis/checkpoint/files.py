@@ -95,7 +95,8 @@ class StoredTensor:
     def rows(self, indices: Sequence[int] | NDArray[np.int64]) -> NDArray[Any]:
         """Some rows of a matrix [len(indices), columns], in the order asked for."""
         if self.strides is not None:
-            return self._gathered()[np.asarray(indices)]
+            picked: NDArray[Any] = self._gathered()[np.asarray(indices)]
+            return picked
         width = self.nbytes // self.shape[0]
         out = np.empty((len(indices), width), np.uint8)
         with self.file.open("rb") as file:

@@ -76,11 +76,18 @@ def hidden_size(tensors: Tensors, config: Mapping[str, Any]) -> int:
 
 
 def _entering(tensors: Tensors) -> int | None:
-    """How many numbers enter the first layer's attention; None where it is packed or not there."""
+    """How many numbers enter the first layer's attention, also of one packed in 4 bits; None without any."""
     for part in ("q_proj", "k_proj", "v_proj", "qkv_proj"):
-        stored = tensors.get(f"layers.0.self_attn.{part}.weight")
-        if stored is not None and len(stored.shape) == 2 and stored.dtype != "U8":
-            return stored.shape[1]
+        for ending in ("weight", "weight_packed", "qweight"):
+            stored = tensors.get(f"layers.0.self_attn.{part}.{ending}")
+            if stored is None or len(stored.shape) != 2:
+                continue
+            if ending != "qweight":
+                return stored.shape[1] * {"U8": 2, "I32": 8}.get(stored.dtype, 1)
+            scales = tensors.get(f"layers.0.self_attn.{part}.scales")
+            # GPTQ packs the inputs, AWQ the outputs
+            packs_inputs = scales is not None and scales.shape[-1:] == stored.shape[1:]
+            return stored.shape[0] * (8 if packs_inputs else 1)
     return None
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from eagle_trace_analysis.checkpoint import engine
 from eagle_trace_analysis.checkpoint.finding import Finding, failed, listed, passed, warned
-from eagle_trace_analysis.checkpoint.quantised import is_packed, modules, spoken_for
+from eagle_trace_analysis.checkpoint.quantised import PACKED, is_packed, spoken_for
 from eagle_trace_analysis.checkpoint.subject import Subject
 from eagle_trace_analysis.checkpoint.width import feeds_one
 
@@ -126,7 +126,11 @@ def check_missing(subject: Subject) -> Finding:
     known = engine.parameters(subject.served)
     filled = {place for name in subject.checkpoint.tensors for place in engine.destinations(name, known)}
     # a quantised matrix is stored under another ending, which a check of its own judges
-    filled |= {f"{module}.weight" for module in modules(subject.checkpoint.tensors)}
+    for ending in PACKED:
+        names = [name for name in subject.checkpoint.tensors if name.endswith(f".{ending}")]
+        filled |= {
+            place for name in names for place in engine.destinations(name.removesuffix(ending) + "weight", known)
+        }
     unset = [name for name in known if name not in filled]
     shared = "embed_tokens.weight" in unset and not keeps_own_embedding(subject)
     if shared:

@@ -23,7 +23,8 @@ from eagle_trace_analysis.checkpoint.finding import Finding, failed, listed, pas
 from eagle_trace_analysis.checkpoint.subject import Subject
 
 #: endings of what stands in for a matrix, and of what goes with it
-MATRICES = ("weight", "weight_packed", "qweight")
+PACKED = ("weight_packed", "qweight")
+MATRICES = ("weight", *PACKED)
 BESIDE = (
     "weight_scale", "weight_scale_inv", "weight_scale_2", "weight_global_scale", "input_scale", "input_global_scale",
     "weight_shape", "weight_zero_point", "weight_g_idx", "qzeros", "scales", "g_idx", "output_scale",
@@ -70,9 +71,14 @@ class Scheme:
         place = PLACES.get(module.split(".", 2)[2] if module.count(".") > 1 else "")
         return place is not None and not self._ignores(place)
 
+    def torn(self) -> list[str]:
+        """Fused matrices of which the config excepts some parts and not all: the engine stops at these."""
+        if self.method == "compressed-tensors" or self.method.startswith(("awq", "gptq")):
+            return []
+        found = [(place, [self._excepts(name) for name in _parts(place)]) for place in dict.fromkeys(PLACES.values())]
+        return [place for place, excepted in found if any(excepted) and not all(excepted)]
+
     def _ignores(self, place: str) -> bool:
-        fused = next((one for one in engine.STACKED if place.endswith(one)), None)
-        names = [place.replace(fused, part) for part in engine.STACKED[fused]] if fused else [place]
         if self.method == "compressed-tensors":
             # the class tells this method of no fused names
             return any(_same_or_matches(one, place) for one in self.ignored)
@@ -80,7 +86,15 @@ class Scheme:
             return any(one in place for one in self.ignored)
         if self.method.startswith("modelopt") and any(_wild(one, place) for one in self.ignored):
             return True
-        return all(any(_on_path(one, name) for one in self.ignored) for name in names)
+        return all(self._excepts(name) for name in _parts(place))
+
+    def _excepts(self, name: str) -> bool:
+        return any(_on_path(one, name) for one in self.ignored)
+
+
+def _parts(place: str) -> list[str]:
+    fused = next((one for one in engine.STACKED if place.endswith(one)), None)
+    return [place.replace(fused, part) for part in engine.STACKED[fused]] if fused else [place]
 
 
 def _same_or_matches(ignored: str, place: str) -> bool:
@@ -277,6 +291,14 @@ def _is_quantised(subject: Subject, module: str, endings: set[str]) -> bool:
 def _judge(subject: Subject, scheme: Scheme, stored: Mapping[str, set[str]], packed: Sequence[str]) -> Finding:
     name, cause = "quantisation", "weights-dropped"
     known = [one.removesuffix(".weight") for one in engine.parameters(subject.served) if one.endswith(".weight")]
+    torn = scheme.torn()
+    if torn:
+        return failed(
+            name,
+            cause,
+            f"the quantization_config excepts some parts of {listed(torn)} and not all, at which the engine stops",
+            f"except all of {listed([part.rpartition('.')[2] for part in _parts(torn[0])])}, or none",
+        )
     covered = [module for module in known if scheme.covers(module)]
     plain = [one for one in covered if stored.get(one) == {"weight"} and subject.tensors[f"{one}.weight"].is_float]
     if plain:

@@ -79,6 +79,14 @@ def check_aux(subject: Subject) -> Finding:
             f"{off}, its width equals the embedding's, and the stored fc ({shape}) is skipped",
             "no setting makes the engine apply fc to one feature: train without fc, or on several layers",
         )
+    if count == 1 and engine.num_aux_hidden_states(subject.full) != 1:
+        built = engine.num_aux_hidden_states(subject.full)
+        return failed(
+            name,
+            SINGLE,
+            f"{off}, and fc ({shape}) takes one, but the engine builds fc for {built} and stops on loading",
+            "set num_aux_hidden_states to 1",
+        )
     if count == 1:
         return skipped(
             name,
