@@ -34,7 +34,7 @@ def ask(folder: Path, model: Path, drafts: Sequence[Path], **more: Any) -> dict[
         more: ``registry`` (true: which classes there are, and which can feed a draft), ``classes`` (model types whose
             config class is described).
     """
-    from eagle_trace_sglang.cpu import cpu_environment
+    from sglang_cpu_eagle import cpu_environment
 
     folder.mkdir(parents=True, exist_ok=True)
     job = {"model": str(model), "store": str(folder / "store"), "out": str(folder / "out.json")} | more
