@@ -105,6 +105,8 @@ def test_a_draft_under_vllms_name_is_told_so_and_checked_all_the_same(
     finding = only(checked(tmp_path / "a", healthy, {"architectures": [name]}), "format")
     assert "vLLM's name" in finding.evidence
     assert "LlamaForCausalLMEagle3" in finding.fix
+    # ids that vLLM reads, at the top level or not, count inputs
+    assert "are vLLM's too, which are inputs of layers, write [0, 13, 25]" in finding.fix
     tied = troubles(checked(tmp_path / "b", healthy, {"architectures": [name], "tie_word_embeddings": True}))
     assert set(tied) == {"format", "tied-head"}
 

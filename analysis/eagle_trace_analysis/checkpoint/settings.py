@@ -44,7 +44,7 @@ def check_format(subject: Subject) -> Finding:
             "",
             f"architectures is {architectures}, vLLM's name for a draft with the same layer, which {engine.ENGINE} "
             "does not know; the rest is checked as if it were its own",
-            f'set architectures to ["{engine.ARCHITECTURE}"]',
+            f'set architectures to ["{engine.ARCHITECTURE}"]{_ids_for_vllm(subject)}',
         )
     if name != engine.ARCHITECTURE:
         return failed(
@@ -55,6 +55,20 @@ def check_format(subject: Subject) -> Finding:
             f'set architectures to ["{engine.ARCHITECTURE}"]',
         )
     return passed("format", "", f"SGLang format ({engine.ARCHITECTURE})")
+
+
+def _ids_for_vllm(subject: Subject) -> str:
+    """What becomes of layer ids that were written for vLLM, which counts inputs as speculators does."""
+    config = subject.served
+    ids = engine.eagle_config(config).get("eagle_aux_hidden_state_layer_ids") or config.get(
+        "eagle_aux_hidden_state_layer_ids"
+    )
+    if not isinstance(ids, list) or not all(type(i) is int for i in ids):
+        return ""
+    return (
+        f"; if its layer ids {ids} are vLLM's too, which are inputs of layers, write {[i - 1 for i in ids]} into "
+        "eagle_config.eagle_aux_hidden_state_layer_ids"
+    )
 
 
 def check_config(subject: Subject) -> Finding:
