@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from typing import Any
+
+from eagle_trace_analysis.checkpoint.refusal import Refusal, is_number, not_an_object, shown
+from eagle_trace_analysis.checkpoint.rope_forms import rope_refusals
 
 #: dtypes a server can compute in, as a config may spell them
 DTYPES = frozenset({"float16", "half", "float32", "float", "bfloat16", "float64", "double"})
@@ -32,14 +34,6 @@ LAYER_TYPES = frozenset({
     "hybrid_sliding", "linear_attention", "sparse", "dense", "mamba", "attention", "deepseek_sparse_attention",
     "qwen_sparse_attention",
 })  # fmt: skip
-#: forms of rotary embedding that the engine builds, and what transformers wants beside the form
-ROPE_NEEDS: dict[str, tuple[str, ...]] = {
-    "default": (), "linear": ("factor",), "dynamic": ("factor",), "yarn": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor"), "longrope": ("short_factor", "long_factor"),
-    "deepseek_yarn": (), "proportional": (),
-}  # fmt: skip
-
-
 #: what holds for every config class, known here or not: values that the engine reckons with
 ANY_CLASS: dict[str, Any] = {
     "class": "the engine",
@@ -51,21 +45,6 @@ ANY_CLASS: dict[str, Any] = {
     },
     "needs": (),
 }  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Refusal:
-    """A key that the engine stops at.
-
-    Attributes:
-        key: in the config, with the object it is in (``rope_parameters.factor``).
-        why: what it holds, and what the engine wants.
-        fix: what to write instead.
-    """
-
-    key: str
-    why: str
-    fix: str
 
 
 @cache
@@ -86,7 +65,7 @@ def config_class(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
 def refusals(config: Mapping[str, Any]) -> list[Refusal]:
     """Everything in a flat config that the engine stops at, in the order it would."""
     found: dict[str, Refusal] = {}
-    for rule in (_model_type, _field_types, _sizes, _further, _dtype, _rope):
+    for rule in (_model_type, _field_types, _sizes, _further, _dtype, rope_refusals):
         for refusal in rule(config):
             # the first fault of a key says enough
             found.setdefault(refusal.key.partition(".")[0], refusal)
@@ -98,7 +77,7 @@ def positions(config: Mapping[str, Any]) -> int | None:
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
     form = rope.get("rope_type", rope.get("type"))
     own = "original_max_position_embeddings" in rope or form in ("llama3", "yarn", "longrope")
-    factor = 1 if own or not _number(rope.get("factor")) else rope["factor"]
+    factor = 1 if own or not is_number(rope.get("factor")) else rope["factor"]
     said = next((config[key] for key in (*LENGTHS, "max_position_embeddings") if config.get(key) is not None), None)
     counted = _count(said)
     return None if counted is None else int(factor * counted)
@@ -128,12 +107,6 @@ def _as_size(value: Any) -> int | None:
     if type(value) is float and value.is_integer() and value > 0:
         return int(value)
     return int(value) if isinstance(value, str) and value.isdecimal() and int(value) > 0 else None
-
-
-def shown(value: Any) -> str:
-    """A value as the config spells it, long ones cut short."""
-    text = json.dumps(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def fits(value: Any, kinds: str) -> bool:
@@ -237,21 +210,21 @@ def _further(config: Mapping[str, Any]) -> Iterator[Refusal]:
     """Keys that no type is declared for, and what trips over them."""
     for key in ("quantization_config", "compression_config", "id2label", "per_layer_config"):
         if config.get(key) is not None and not isinstance(config[key], dict):
-            yield _not_an_object(key, config[key])
+            yield not_an_object(key, config[key])
     for key in ("id2label", "per_layer_config"):
         held = config.get(key)
         if isinstance(held, dict) and not all(name.strip().lstrip("+-").isdecimal() for name in held):
             yield Refusal(key, f"{key} is {shown(held)}, whose keys are not numbers", f"remove {key}")
     if config.get("auto_map", {}) not in ({}, [], "") and not isinstance(config["auto_map"], dict):
-        yield _not_an_object("auto_map", config["auto_map"])
+        yield not_an_object("auto_map", config["auto_map"])
     for key in ("text_config", "llm_config", "language_config", "thinker_config"):
         if key in config and not isinstance(config[key], dict):
-            yield _not_an_object(key, config[key])
+            yield not_an_object(key, config[key])
         elif key in ("text_config", "llm_config") and "num_attention_heads" not in config.get(key, SIZES):
             yield Refusal(key, f"{key} has no num_attention_heads, which the engine reads there", f"remove {key}")
     eagle = config.get("eagle_config")
     if eagle and not isinstance(eagle, dict):
-        yield _not_an_object("eagle_config", eagle)
+        yield not_an_object("eagle_config", eagle)
     if isinstance(eagle, dict):
         yield from _layer_ids(eagle.get("eagle_aux_hidden_state_layer_ids"))
     if "num_labels" in config and not isinstance(config["num_labels"], int):
@@ -266,11 +239,7 @@ def _count(value: Any) -> float | None:
     """A number of positions as the engine takes it: a number, or one written as text."""
     if isinstance(value, str):
         return int(value) if value.isdecimal() else None
-    return value if _number(value) else None
-
-
-def _not_an_object(key: str, value: Any) -> Refusal:
-    return Refusal(key, f"{key} is {shown(value)}, not an object", f"remove {key}")
+    return value if is_number(value) else None
 
 
 def _layer_ids(ids: Any) -> Iterator[Refusal]:
@@ -310,100 +279,3 @@ def _dtype(config: Mapping[str, Any]) -> Iterator[Refusal]:
 def _plain_dtype(value: Any) -> str:
     plain = value.removeprefix("torch.") if isinstance(value, str) else ""
     return plain if plain in DTYPES else "bfloat16"
-
-
-def _number(value: Any) -> bool:
-    return isinstance(value, int | float)
-
-
-def _rope(config: Mapping[str, Any]) -> Iterator[Refusal]:
-    scaling = config.get("rope_scaling")
-    rope, name = (scaling, "rope_scaling") if scaling else (config.get("rope_parameters"), "rope_parameters")
-    if scaling and not isinstance(scaling, dict):
-        yield _not_an_object("rope_scaling", scaling)
-        return
-    factor = config.get("partial_rotary_factor", 1)
-    if not _number(factor) or factor < 0:
-        yield Refusal(
-            "partial_rotary_factor",
-            f"partial_rotary_factor is {shown(factor)}, which is no share of a head",
-            "remove partial_rotary_factor, or set it as trained",
-        )
-    for key, bad in (("rope_is_neox_style", list | dict), ("original_max_position_embeddings", dict)):
-        held = config.get(key)
-        if isinstance(held, bad) and (held or key == "rope_is_neox_style"):
-            yield Refusal(key, f"{key} is {shown(config[key])}", f"remove {key}, or set it as trained")
-    rope = rope if isinstance(rope, dict) else {}
-    theta, where = (
-        (rope["rope_theta"], f"{name}.rope_theta")
-        if "rope_theta" in rope
-        else (config.get("rope_theta", 1e4), "rope_theta")
-    )
-    if not _number(theta):
-        yield Refusal(where, f"rope_theta is {shown(theta)}, not a number", "set rope_theta as trained")
-    yield from _rope_form(rope, name)
-
-
-def _rope_form(rope: Mapping[str, Any], name: str) -> Iterator[Refusal]:
-    form = rope["rope_type"] if "rope_type" in rope else rope.get("type", "default")
-    if not isinstance(form, str) or form not in ROPE_NEEDS:
-        known = ", ".join(ROPE_NEEDS)
-        yield Refusal(
-            f"{name}.rope_type",
-            f"{name} asks for the rotary embedding {shown(form)}, of which the engine has none (it has {known})",
-            f"set {name} as trained",
-        )
-        return
-    for key in ROPE_NEEDS[form]:
-        if key not in rope:
-            yield Refusal(f"{name}.{key}", f"{name} of the form {form} has no {key}", f"set {name}.{key} as trained")
-    for key, value in rope.items():
-        if isinstance(value, dict):
-            yield Refusal(f"{name}.{key}", f"{name}.{key} is an object, not a value", f"set {name}.{key} as trained")
-    yield from _rope_numbers(rope, name, form)
-
-
-def _rope_numbers(rope: Mapping[str, Any], name: str, form: str) -> Iterator[Refusal]:
-    scaled = form not in ("default", "proportional")
-    for key in ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"):
-        if (
-            key not in rope
-            or not scaled
-            or (key != "factor" and form not in ("llama3", "yarn", "longrope", "deepseek_yarn"))
-        ):
-            continue
-        value = rope[key]
-        if form == "longrope" and key == "factor":
-            continue
-        if not _number(value):
-            yield Refusal(
-                f"{name}.{key}",
-                f"{name}.{key} is {shown(value)}, not a number",
-                f"set {name}.{key} as trained",
-            )
-        elif form == "linear" and key == "factor" and not isinstance(value, float):
-            yield Refusal(
-                f"{name}.factor",
-                f"{name}.factor is {shown(value)}: for the form linear the engine wants a number with a fraction",
-                f"set {name}.factor to {float(value)}",
-            )
-        elif key.endswith("freq_factor") and not value:
-            yield Refusal(
-                f"{name}.{key}",
-                f"{name}.{key} is {value!r}, which the engine divides by",
-                f"set {name}.{key} as trained",
-            )
-        elif key.startswith("original") and form in ("yarn", "longrope") and value <= (form == "longrope"):
-            yield Refusal(
-                f"{name}.{key}",
-                f"{name}.{key} is {shown(value)}, which the engine divides by",
-                f"set {name}.{key} as trained",
-            )
-    if form == "longrope":
-        for key in ("short_factor", "long_factor"):
-            if key in rope and not (isinstance(rope[key], list) and all(map(_number, rope[key]))):
-                yield Refusal(
-                    f"{name}.{key}",
-                    f"{name}.{key} is {shown(rope[key])}, not a list of numbers",
-                    f"set {name}.{key} as trained",
-                )

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from eagle_trace_analysis.checkpoint.compare import compare, summarise
+from eagle_trace_analysis.checkpoint.config_checks import check_config, check_decoder, check_format
 from eagle_trace_analysis.checkpoint.d2t import check_d2t
 from eagle_trace_analysis.checkpoint.finding import CheckResult, Finding, TensorChange, skipped
 from eagle_trace_analysis.checkpoint.layers import check_layer_ids
@@ -13,12 +14,9 @@ from eagle_trace_analysis.checkpoint.names import check_missing, check_names, ch
 from eagle_trace_analysis.checkpoint.quantised import check_quantisation
 from eagle_trace_analysis.checkpoint.scan import Scan, can_scan, scan
 from eagle_trace_analysis.checkpoint.settings import (
-    check_config,
-    check_decoder,
     check_dtype,
     check_eps,
     check_fc_norm,
-    check_format,
     check_max_position,
     check_norm_output,
     check_residual_norm,

@@ -11,7 +11,7 @@ from typing import Any
 from eagle_trace.checkpoints import read_config
 from eagle_trace.errors import CheckpointError
 from eagle_trace_analysis.checkpoint import engine
-from eagle_trace_analysis.checkpoint.accepts import SIZES, Refusal, refusals, repaired
+from eagle_trace_analysis.checkpoint.accepts import SIZES, refusals, repaired
 from eagle_trace_analysis.checkpoint.accepts import config_class as accepts_class
 from eagle_trace_analysis.checkpoint.export import aux_layer_ids, second_names, sglang_config
 from eagle_trace_analysis.checkpoint.files import (
@@ -22,6 +22,7 @@ from eagle_trace_analysis.checkpoint.files import (
     stored_dtype,
 )
 from eagle_trace_analysis.checkpoint.kinds import Kind, recognise
+from eagle_trace_analysis.checkpoint.refusal import Refusal
 from eagle_trace_analysis.checkpoint.target_classes import is_known, target_class
 
 
