@@ -34,6 +34,8 @@ LAYER_TYPES = frozenset({
     "hybrid_sliding", "linear_attention", "sparse", "dense", "mamba", "attention", "deepseek_sparse_attention",
     "qwen_sparse_attention",
 })  # fmt: skip
+#: types that a class declares and then cannot reckon with
+NARROWER = {("exaone4", "sliding_window"): "int", ("exaone4", "sliding_window_pattern"): "int"}
 #: what holds for every config class, known here or not: values that the engine reckons with
 ANY_CLASS: dict[str, Any] = {
     "class": "the engine",
@@ -151,7 +153,8 @@ def _model_type(config: Mapping[str, Any]) -> Iterator[Refusal]:
 
 def _field_types(config: Mapping[str, Any]) -> Iterator[Refusal]:
     entry = config_class(config) or ANY_CLASS
-    for key, kinds in entry["types"].items():
+    for key, declared in entry["types"].items():
+        kinds = NARROWER.get((str(config.get("model_type")), key), declared)
         if key in config and not fits(config[key], kinds):
             wanted = _wanted(kinds)
             remove = config[key] is None and key not in entry["needs"]
@@ -233,6 +236,7 @@ def _further(config: Mapping[str, Any]) -> Iterator[Refusal]:
         if config.get(key) is not None and _count(config[key]) is None:
             yield Refusal(key, f"{key} is {shown(config[key])}, which counts no positions", f"remove {key}")
     yield from _layer_types(config)
+    yield from _rotated_layers(config)
 
 
 def _count(value: Any) -> float | None:
@@ -262,6 +266,18 @@ def _layer_types(config: Mapping[str, Any]) -> Iterator[Refusal]:
     else:
         return
     yield Refusal("layer_types", why, "remove layer_types: the engine's draft class does not read it")
+
+
+def _rotated_layers(config: Mapping[str, Any]) -> Iterator[Refusal]:
+    kinds, layers = config.get("no_rope_layers"), config.get("num_hidden_layers")
+    if (
+        config.get("model_type") == "smollm3"
+        and isinstance(kinds, list)
+        and type(layers) is int
+        and len(kinds) < layers
+    ):
+        why = f"no_rope_layers names {len(kinds)} layers, num_hidden_layers says {layers}"
+        yield Refusal("no_rope_layers", why, "remove no_rope_layers: the engine's draft class does not read it")
 
 
 def _dtype(config: Mapping[str, Any]) -> Iterator[Refusal]:
