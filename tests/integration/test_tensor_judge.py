@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from eagle_trace.errors import CheckpointError
-from eagle_trace_analysis.checkpoint import engine, kinds, quantised
+from eagle_trace_analysis.checkpoint import engine, kinds, schemes
 from eagle_trace_analysis.checkpoint.check import check
 from eagle_trace_analysis.checkpoint.finding import Status
 from tests.support import checkpoints as make
@@ -122,7 +122,7 @@ def test_what_the_engine_refuses_or_leaves_at_its_start_never_passes(verdicts: V
 
 
 def test_tables_of_methods_classes_and_algorithms_are_the_engines(judged: dict[str, Any]) -> None:
-    assert set(judged["methods"]) <= quantised.METHODS
+    assert set(judged["methods"]) <= schemes.METHODS
     assert {"LlamaForCausalLMEagle", "Qwen2ForCausalLMEagle", "MistralForCausalLMEagle", "Eagle3DeepseekV2ForCausalLM",
             *kinds.DFLASH_CLASSES} <= set(judged["classes"])  # fmt: skip
     assert {"EAGLE", "EAGLE3", "DFLASH", "DSPARK", "STANDALONE"} <= set(judged["algorithms"])
@@ -131,9 +131,9 @@ def test_tables_of_methods_classes_and_algorithms_are_the_engines(judged: dict[s
 @pytest.mark.parametrize("name", METHODS)
 def test_places_that_are_quantised_are_the_engines(verdicts: Verdicts, name: str) -> None:
     path, verdict = verdicts[f"quantised: {name}"]
-    said = quantised.read_quantisation(path, json.loads((path / "config.json").read_text()))
-    scheme = quantised.scheme_of(said or {})
-    assert isinstance(scheme, quantised.Scheme)
+    said = schemes.read_quantisation(path, json.loads((path / "config.json").read_text()))
+    scheme = schemes.scheme_of(said or {})
+    assert isinstance(scheme, schemes.Scheme)
     covered = {module for one in engine.parameters(flat()) if scheme.covers(module := one.removesuffix(".weight"))}
     assert covered == {part for module in verdict["quantised"] for part in unfused(module.removeprefix("model."))}
     held = {one.rpartition(".")[2] for one in verdict["params"] if "down_proj" in one}

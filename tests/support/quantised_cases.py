@@ -195,6 +195,37 @@ QKV = "layers.0.self_attn.q_proj layers.0.self_attn.k_proj layers.0.self_attn.v_
 NAN = np.full((make.MIDDLE, make.HIDDEN), np.nan, FP8)
 
 
+def fused(stored: make.Tensors) -> make.Tensors:
+    """The same with qkv_proj and gate_up_proj as one matrix each."""
+    stored = dict(stored)
+    for whole, parts in (("self_attn.qkv", "qkv"), ("mlp.gate_up", ("gate", "up"))):
+        block = whole.partition(".")[0]
+        for ending in ("weight", "weight_scale"):
+            found = [stored.pop(f"layers.0.{block}.{part}_proj.{ending}") for part in parts]
+            stored[f"layers.0.{whole}_proj.{ending}"] = np.concatenate(found)
+    return stored
+
+
+COMPRESSED = METHODS["compressed fp8 dynamic"][0]
+CACHE = {f"layers.0.self_attn.{name}": np.ones(1, np.float32) for name in ("k_proj.k_scale", "attn.v_scale")}
+EXCEPT_ALL = {"quantization": {"quant_algo": "FP8", "exclude_modules": ["lm_head", "model*"]}}
+
+
+LACKING = (
+    ("fp8 static", "activation_scheme"),
+    ("awq", "bits"),
+    ("awq", "group_size"),
+    ("awq", "zero_point"),
+    ("gptq", "bits"),
+    ("gptq", "group_size"),
+    ("gptq", "desc_act"),
+)
+
+
+def _without(method: str, key: str) -> dict[str, Any]:
+    return {name: value for name, value in METHODS[method][0].items() if name != key}
+
+
 def one_feature(name: str) -> Write:
     """A quantised head of one feature, whose only mark is how much enters its layer."""
     config, form, _ = METHODS[name]
@@ -287,6 +318,87 @@ QUANTISED = (
             "quantisation",
             "down_proj",
             "store them unquantised",
+        ),
+        Case("every matrix excepted", as_method("fp8 dynamic", tensors(), modules_to_not_convert=["model"])),
+        Case("every matrix excepted, ModelOpt", folder(flat(), tensors(), hf_quant_config=EXCEPT_ALL)),
+        *(
+            Case(
+                f"{method} without {key}",
+                folder(flat(dtype="float16", quantization_config=_without(method, key)), quantised(METHODS[method][1])),
+                REFUSES,
+                "quantisation",
+                key,
+                "restore the quantization_config",
+            )
+            for method, key in LACKING
+        ),
+        Case(
+            "blocks larger than a part",
+            as_method("fp8 block", quantised(fp8_block), weight_block_size=[128, 128]),
+            REFUSES,
+            "quantisation",
+            "k_proj has 32 rows",
+            "smaller blocks",
+        ),
+        Case(
+            "a part excepted by the base class's name",
+            as_method("fp8 dynamic", None, modules_to_not_convert=["self_attn.q_proj"]),
+            REFUSES,
+            "quantisation",
+            "some parts of model.self_attn.qkv_proj",
+            "except all of",
+        ),
+        *(
+            Case(
+                name, folder(flat(quantization_config=config), quantised(form)), engine, "quantisation", words, "write"
+            )
+            for name, config, form, engine, words in (
+                (
+                    "method underscored",
+                    {**COMPRESSED, "quant_method": "compressed_tensors"},
+                    fp8_rows,
+                    REFUSES,
+                    "knows none",
+                ),
+                (
+                    "method in capitals",
+                    {"quant_method": "FP8", "activation_scheme": "dynamic"},
+                    fp8,
+                    PARTLY,
+                    "drops the",
+                ),
+            )
+        ),
+        *(
+            Case(
+                f"no method: {config}",
+                folder(flat(quantization_config=config), quantised(fp8)),
+                REFUSES,
+                "quantisation",
+                words,
+            )
+            for config, words in (
+                ({"bits": 4}, "names no quant_method"),
+                ({"quant_method": "modelopt", "quant_algo": "W4A8"}, "quant_algo is 'W4A8'"),
+            )
+        ),
+        Case(
+            "order of the groups lost",
+            as_method("gptq", {k: v for k, v in quantised(gptq).items() if "g_idx" not in k}, desc_act=True),
+            PARTLY,
+            "quantisation",
+            "g_idx",
+            "ship every",
+        ),
+        Case("scales of a KV cache", as_method("fp8 dynamic", quantised(fp8) | CACHE), PARTLY),
+        Case("fused and quantised", as_method("compressed fp8 dynamic", fused(quantised(fp8_rows)))),
+        Case(
+            "a part of a fused matrix excepted",
+            as_method("fp8 dynamic", None, modules_to_not_convert=["q_proj"]),
+            REFUSES,
+            "quantisation",
+            "some parts of model.qkv_proj",
+            "except all of q_proj, k_proj, v_proj",
         ),
         Case(
             "a method the engine lacks",

@@ -110,16 +110,19 @@ def check_fc(subject: Subject) -> Finding:
             "remove the key, or give the target's width",
         )
     stored = subject.tensors.get("fc.weight")
-    if stored is None:
-        left_out = not has_fc(subject) and engine.skips_fc(subject.served)
-        return (
-            passed(
-                name, SINGLE, "there is no fc, and the engine applies none: what it feeds is as wide as the embedding"
-            )
-            if left_out
-            else skipped(name, SINGLE, "there is no fc.weight")
-        )
     hidden, width = _widths(subject)
+    theirs = subject.target.config.get("hidden_size") if subject.target else None
+    if stored is None:
+        if has_fc(subject) or not engine.skips_fc(subject.served):
+            return skipped(name, SINGLE, "there is no fc.weight")
+        if theirs is not None and theirs != width:
+            return failed(
+                name,
+                SINGLE,
+                f"there is no fc, and the target is {theirs} wide, the draft {hidden}: a random fc would be applied",
+                "serve it with the target it was trained for",
+            )
+        return passed(name, SINGLE, "there is no fc, and none is applied: what is fed is as wide as the embedding")
     aux, shape = engine.num_aux_hidden_states(subject.full), list(stored.shape)
     if not stored.is_float and not stored.dtype.startswith("F8_E"):
         return skipped(name, SINGLE, f"not checked: fc is packed as {stored.dtype} {shape}")
@@ -128,7 +131,6 @@ def check_fc(subject: Subject) -> Finding:
     fault = _wrong_shape(subject, shape, aux) or _wrong_bias(subject)
     if fault is not None:
         return fault
-    theirs = subject.target.config.get("hidden_size") if subject.target else None
     if theirs is not None and theirs != width:
         return failed(
             name,
