@@ -214,7 +214,7 @@ def test_what_the_engine_takes_is_read_as_it_reads_it(answer: dict[str, Any]) ->
             full = engine.with_defaults(config)
             ours = {
                 "heads": [full[key] for key in ("num_attention_heads", "num_key_value_heads", "head_dim")],
-                "theta": engine.rope_settings(full)["rope_theta"],
+                "theta": engine.rope_settings(config)["rope_theta"],
                 "eps": full["rms_norm_eps"],
                 "tied": full["tie_word_embeddings"],
                 "positions": accepts.positions(full),

@@ -141,3 +141,14 @@ ACCEPTED: list[dict[str, Any]] = [
 
 #: model types of other families, with everything named that their classes would choose otherwise
 NAMED = {"tie_word_embeddings": False, "attention_bias": False, "mlp_bias": False}
+
+#: model types that compute a llama layer otherwise though everything is named: the finding, and its words
+OTHERWISE = {
+    "qwen3_next": ("decoder-layer", "rope_theta 10000.0 (llama 100000.0)"),
+    "phi": ("decoder-layer", "partial_rotary_factor 0.5"),
+    "glm4": ("decoder-layer", "partial_rotary_factor 0.5"),
+    "glm4_moe": ("decoder-layer", "partial_rotary_factor 0.5"),
+    "stablelm": ("decoder-layer", "partial_rotary_factor 0.25"),
+    "deepseek_v2": ("config", "takes head_dim 64 whatever the config says"),
+    "llama4_text": ("head-shape", "16384"),
+}

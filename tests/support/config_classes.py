@@ -54,7 +54,7 @@ def write_config(folder: Path, config: Any) -> Path:
 
 def find(folder: Path) -> dict[str, Any]:
     """The table of the installed packages, by way of an empty `folder`."""
-    cases = [(kind, key) for kind in MODEL_TYPES for key in (None, "heads", *VALUES)]
+    cases = [(kind, key) for kind in MODEL_TYPES for key in (None, "heads", "rope_parameters", *VALUES)]
     drafts = []
     for number, (kind, key) in enumerate(cases):
         config = flat_config(model_type=kind)
@@ -70,6 +70,9 @@ def find(folder: Path) -> dict[str, Any]:
     for (kind, key), verdict in zip(cases, answer["verdicts"], strict=True):
         if key is None:
             classes[kind] = answer["classes"][kind] | {"loads": verdict["error"] is None, "defaults": {}, "needs": []}
+            classes[kind] |= imposed(verdict)
+        elif key == "rope_parameters":
+            classes[kind] |= rope_left_out(verdict)
         elif key == "heads":
             classes[kind]["divides"] = verdict["error"] is not None
         elif verdict["error"] is not None:
@@ -82,6 +85,27 @@ def find(folder: Path) -> dict[str, Any]:
         "model_types": answer["model_types"],
         "classes": classes,
     }
+
+
+def imposed(verdict: dict[str, Any]) -> dict[str, Any]:
+    """What a class makes of a config that names everything: values of its own, a share of each head, no rope keys."""
+    if verdict["error"] is not None:
+        return {"imposes": {}, "share": 1.0, "reads_rope": True}
+    flat = flat_config()
+    values = verdict["values"] | {"head_dim": verdict["heads"][2]}
+    return {
+        "imposes": {key: values[key] for key in VALUES if values[key] != flat[key] and key not in ("mlp_bias",)},
+        "share": verdict["rotary"][1] / verdict["heads"][2],
+        "reads_rope": verdict["theta"] == flat["rope_parameters"]["rope_theta"],
+    }
+
+
+def rope_left_out(verdict: dict[str, Any]) -> dict[str, Any]:
+    """The rotary embedding of a class whose config names none: its base, and its form where it is not the plain one."""
+    if verdict["error"] is not None:
+        return {"theta": None, "rope": {}}
+    rope = verdict["rope"] or {}
+    return {"theta": verdict["theta"], "rope": {} if rope.get("rope_type", "default") == "default" else rope}
 
 
 def to_text(table: dict[str, Any]) -> str:

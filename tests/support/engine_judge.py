@@ -165,7 +165,8 @@ def judge(folder: Path) -> dict[str, Any]:
         "captured": inputs,
         "shapes": {name: list(value.shape) for name, value in model.named_parameters()},
         "theta": rotary and rotary.base,
-        "rotary": rotary and [type(rotary).__name__, rotary.rotary_dim, repr(config.rope_parameters)],
+        "rotary": rotary and [type(rotary).__name__, rotary.rotary_dim],
+        "rope": config.rope_parameters,
         "heads": attention and [attention.total_num_heads, attention.total_num_kv_heads, attention.head_dim],
         "norm_output": bool(model.model.norm_output),
         "target_head": model.load_lm_head_from_target,
@@ -185,7 +186,7 @@ def registry() -> dict[str, dict[str, bool]]:
 
 
 def config_class(model_type: str) -> dict[str, Any]:
-    """Name, own fields with their types, and RoPE base of the config class that a model type stands for."""
+    """Name, and own fields with their types, of the config class that a model type stands for."""
     import dataclasses
 
     from sglang.srt.utils.hf_transformers import common  # registers SGLang's own
@@ -200,13 +201,11 @@ def config_class(model_type: str) -> dict[str, Any]:
     words = {
         name: str(getattr(kind, "__name__", kind) if isinstance(kind, type) else kind) for name, kind in fields.items()
     }
-    theta = owner.default_theta
     return {
         "class": owner.__name__,
         "types": {
             name: text.replace("transformers.modeling_rope_utils.RopeParameters | ", "") for name, text in words.items()
         },
-        "theta": theta if isinstance(theta, float) else None,
     }
 
 

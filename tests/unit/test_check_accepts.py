@@ -18,7 +18,7 @@ from eagle_trace_analysis.checkpoint.export import export
 from eagle_trace_analysis.checkpoint.finding import CheckResult, Status
 from tests.support import checkpoints as make
 from tests.support.check_cases import Folders, flat_config, named, only, troubles, write_healthy
-from tests.support.config_cases import ACCEPTED, NAMED, REFUSED
+from tests.support.config_cases import ACCEPTED, NAMED, OTHERWISE, REFUSED
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,12 @@ def test_a_value_that_the_engine_takes_raises_no_alarm(
 
 
 @pytest.mark.parametrize(
-    "kind", [name for name, entry in accepts.table()["classes"].items() if entry["loads"] and name != "llama"]
+    "kind",
+    [
+        name
+        for name, entry in accepts.table()["classes"].items()
+        if entry["loads"] and name not in ("llama", *OTHERWISE)
+    ],
 )
 def test_another_model_type_is_judged_by_the_tensors(healthy: Folders, tmp_path: Path, kind: str) -> None:
     result = checked(tmp_path, healthy, NAMED | {"model_type": kind})
@@ -70,13 +75,23 @@ def test_another_model_type_is_judged_by_the_tensors(healthy: Folders, tmp_path:
     assert kind in named(result, "decoder-layer").evidence
 
 
+@pytest.mark.parametrize("kind", OTHERWISE)
+def test_a_model_type_that_computes_otherwise_though_all_is_named_is_told(
+    healthy: Folders, tmp_path: Path, kind: str
+) -> None:
+    name, words = OTHERWISE[kind]
+    result = checked(tmp_path, healthy, NAMED | {"model_type": kind})
+    assert name in troubles(result)
+    assert words in named(result, name).evidence
+
+
 @pytest.mark.parametrize(
     ("kind", "without", "words"),
     [
         ("phi3", ("rms_norm_eps",), "rms_norm_eps 1e-05 (llama 1e-06)"),
         ("qwen3", ("rms_norm_eps",), ""),
-        ("gpt_oss", ("rope_parameters",), "rope_theta 150000 (llama 10000)"),
-        ("minimax_m2", ("rope_parameters",), "rope_theta 5e+06"),
+        ("gpt_oss", ("rope_parameters",), "rope_theta 150000.0 (llama 10000.0), rope_type yarn (llama default)"),
+        ("minimax_m2", ("rope_parameters",), "rope_theta 5000000.0"),
         ("mistral", ("rope_parameters", "rms_norm_eps"), ""),
     ],
 )

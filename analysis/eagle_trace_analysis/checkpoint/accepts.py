@@ -35,7 +35,11 @@ LAYER_TYPES = frozenset({
     "qwen_sparse_attention",
 })  # fmt: skip
 #: types that a class declares and then cannot reckon with
-NARROWER = {("exaone4", "sliding_window"): "int", ("exaone4", "sliding_window_pattern"): "int"}
+NARROWER = {
+    ("exaone4", "sliding_window"): "int",
+    ("exaone4", "sliding_window_pattern"): "int",
+    ("qwen2_moe", "num_key_value_heads"): "int",
+}
 #: what holds for every config class, known here or not: values that the engine reckons with
 ANY_CLASS: dict[str, Any] = {
     "class": "the engine",
@@ -54,7 +58,8 @@ def table() -> Mapping[str, Any]:
     """The classes' table: `model_types` (a set), and `classes` by model type."""
     text = files("eagle_trace_analysis.checkpoint").joinpath("config_classes.json").read_text(encoding="utf-8")
     data = json.loads(text)
-    return data | {"model_types": frozenset(data["model_types"].split())}
+    known: dict[str, Any] = data | {"model_types": frozenset(data["model_types"].split())}
+    return known
 
 
 def config_class(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -247,7 +252,11 @@ def _count(value: Any) -> float | None:
 
 
 def _layer_ids(ids: Any) -> Iterator[Refusal]:
-    if ids is not None and not (isinstance(ids, list) and all(isinstance(i, int | float) for i in ids)):
+    if (
+        ids is not None
+        and ids not in ("", {})
+        and not (isinstance(ids, list) and all(isinstance(i, int | float) for i in ids))
+    ):
         yield Refusal(
             "eagle_config.eagle_aux_hidden_state_layer_ids",
             f"eagle_aux_hidden_state_layer_ids is {shown(ids)}, which is no list of layer ids",

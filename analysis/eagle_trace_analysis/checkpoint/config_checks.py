@@ -94,6 +94,16 @@ def check_config(subject: Subject) -> Finding:
             f"model_type is {kind}: from its {entry['class']} the engine cannot build a llama layer",
             'set model_type to "llama"',
         )
+    imposed = [key for key, value in entry["imposes"].items() if subject.checkpoint.config.get(key, value) != value]
+    if imposed and not subject.is_speculators:
+        kind = subject.served.get("model_type")
+        taken = ", ".join(f"{key} {entry['imposes'][key]}" for key in imposed)
+        return failed(
+            name,
+            cause,
+            f"model_type is {kind}, whose {entry['class']} takes {taken} whatever the config says",
+            'set model_type to "llama"',
+        )
     return passed(name, cause, f"every key is of a type that {entry['class']} and the engine take")
 
 
@@ -133,8 +143,7 @@ def check_decoder(subject: Subject) -> Finding:
         return warned(
             name,
             cause,
-            f"a llama layer by its tensors; model_type {kind} picks other defaults for what the config leaves out: "
-            f"{others}",
+            f"a llama layer by its tensors, but with model_type {kind} the engine takes {others}",
             'write these keys as trained, or set model_type to "llama" if llama\'s defaults were',
         )
     said = "" if kind == "llama" else f" (model_type {kind} picks the config class only)"
@@ -151,5 +160,12 @@ def _other_defaults(subject: Subject) -> str:
         for key in ("rms_norm_eps", "max_position_embeddings", "tie_word_embeddings", "attention_bias")
         if subject.served.get(key) is None and subject.full.get(key) != as_llama.get(key)
     ]
-    theta, llama = (engine.rope_settings(config)["rope_theta"] for config in (subject.full, as_llama))
-    return ", ".join(found + ([f"rope_theta {theta:g} (llama {llama:g})"] if theta != llama else []))
+    ours, llama = (
+        engine.rope_settings(config) for config in (subject.served, {**subject.served, "model_type": "llama"})
+    )
+    found += [
+        f"{key} {ours.get(key)} (llama {llama.get(key)})"
+        for key in ("rope_theta", "partial_rotary_factor", "rope_type")
+        if ours.get(key) != llama.get(key)
+    ]
+    return ", ".join(found)

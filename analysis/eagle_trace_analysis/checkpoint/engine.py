@@ -43,6 +43,10 @@ DEFAULT_ONE_LATER = frozenset({"MiniMaxM3SparseForConditionalGeneration"})
 FINAL_STATE_TARGETS = frozenset({"GptOssForCausalLM"})
 
 
+#: `intermediate_size_mlp` of a llama4_text config that names none
+LLAMA4_WIDTH = 16384
+
+
 def class_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
     """What the class that `model_type` picks takes where a config is silent; llama's for what is not known here."""
     entry = accepts.config_class(config) or {"defaults": {}}
@@ -59,6 +63,15 @@ def default_theta(config: Mapping[str, Any]) -> float:
 def with_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
     """A decoder config with what transformers fills in where it is silent."""
     full = class_defaults(config) | {key: value for key, value in config.items() if value is not None}
+    for key in ("num_key_value_heads", "head_dim"):
+        if key in config and config[key] is None:
+            # a null is worked out from the other keys, whatever the class's default
+            full.pop(key, None)
+    entry = accepts.config_class(config)
+    full |= entry["imposes"] if entry else {}
+    if config.get("model_type") == "llama4_text":
+        # the engine's draft class reads this key for that family
+        full["intermediate_size"] = full.get("intermediate_size_mlp", LLAMA4_WIDTH)
     full.setdefault("num_key_value_heads", full["num_attention_heads"])
     full.setdefault("head_dim", full["hidden_size"] // max(full["num_attention_heads"], 1))
     return full
@@ -67,12 +80,15 @@ def with_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
 def rope_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     """The rotary embedding a config asks for, in one form for the old keys and the new."""
     # transformers takes the old key where a config has both
-    rope = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
+    entry = accepts.config_class(config) or {"share": 1.0, "reads_rope": True, "rope": {}}
+    rope = dict(config.get("rope_scaling") or config.get("rope_parameters") or entry["rope"])
     theta = config.get("rope_theta")
     rope.setdefault("rope_theta", default_theta(config) if theta is None else theta)
+    if not entry["reads_rope"]:
+        rope = {"rope_theta": 10000.0}
     rope["rope_type"] = rope.get("rope_type") or rope.pop("type", None) or "default"
     rope.pop("type", None)
-    factor = config.get("partial_rotary_factor") or rope.get("partial_rotary_factor") or 1.0
+    factor = config.get("partial_rotary_factor") or rope.get("partial_rotary_factor") or entry["share"]
     rope["partial_rotary_factor"] = factor
     if not config.get("rope_is_neox_style", True):
         rope["rope_is_neox_style"] = False

@@ -143,7 +143,7 @@ def check_eps(subject: Subject) -> Finding:
 
 def check_max_position(subject: Subject) -> Finding:
     """`max_position_embeddings` against the training's and the target's."""
-    name, cause, served = "max-position", "max-position", accepts.positions(subject.full)
+    name, cause, served = "max-position", "max-position", accepts.positions(subject.full) or 0
     if subject.trained_layer is not None and served < int(subject.trained_layer["max_position_embeddings"]):
         trained = subject.trained_layer["max_position_embeddings"]
         return failed(
