@@ -59,7 +59,7 @@ def check_deployment(target: Path, draft: Path) -> tuple[dict[str, Any], dict[st
             f"the draft {draft} is in speculators format, which SGLang does not read: "
             f"convert it with `eagle-trace export {draft} OUT --target {target}` and give OUT"
         )
-    if not any("Eagle3" in str(name) for name in draft_config.get("architectures", [])):
+    if not any("Eagle3" in str(name) for name in draft_config.get("architectures") or []):
         raise CheckpointError(
             f"the draft {draft} is no EAGLE-3 draft for SGLang: its config says {draft_config.get('architectures')}, "
             'not ["LlamaForCausalLMEagle3"]'

@@ -25,6 +25,7 @@ from eagle_trace_sglang.host import Host
 from eagle_trace_sglang.orders import Order
 from eagle_trace_sglang.releases import check_release, installed
 from eagle_trace_sglang.requests import Answers, Request
+from eagle_trace_sglang.targets import check_classes
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda")
@@ -86,9 +87,10 @@ class Server:
 
     def __init__(self, options: ServerOptions, progress: Progress = lambda _: None) -> None:
         installed()
-        target_config, _ = options.check()
+        target_config, draft_config = options.check()
         device = options.device if options.device != "auto" else ("cuda" if has_cuda() else "cpu")
         check_release(device)
+        check_classes(target_config, draft_config, options.sglang_args)
         arguments, changes = server_arguments(
             target=options.target,
             draft=options.draft,

@@ -6,18 +6,17 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from eagle_trace_analysis.checkpoint.compare import compare, summarise
+from eagle_trace_analysis.checkpoint.config_checks import check_config, check_decoder, check_format
 from eagle_trace_analysis.checkpoint.d2t import check_d2t
-from eagle_trace_analysis.checkpoint.finding import CheckResult, Finding, TensorChange
+from eagle_trace_analysis.checkpoint.finding import CheckResult, Finding, TensorChange, skipped
 from eagle_trace_analysis.checkpoint.layers import check_layer_ids
 from eagle_trace_analysis.checkpoint.names import check_missing, check_names, check_shapes
 from eagle_trace_analysis.checkpoint.quantised import check_quantisation
 from eagle_trace_analysis.checkpoint.scan import Scan, can_scan, scan
 from eagle_trace_analysis.checkpoint.settings import (
-    check_decoder,
     check_dtype,
     check_eps,
     check_fc_norm,
-    check_format,
     check_max_position,
     check_norm_output,
     check_residual_norm,
@@ -27,6 +26,7 @@ from eagle_trace_analysis.checkpoint.settings import (
     check_window,
 )
 from eagle_trace_analysis.checkpoint.subject import Subject, open_subject
+from eagle_trace_analysis.checkpoint.targets import check_target
 from eagle_trace_analysis.checkpoint.weights import (
     check_embedding,
     check_head_rows,
@@ -39,6 +39,8 @@ from eagle_trace_analysis.checkpoint.width import check_aux, check_fc
 #: checks that read configs, names, shapes and single rows, in the order of the report
 CHECKS = (
     check_format,
+    check_config,
+    check_target,
     check_names,
     check_missing,
     check_quantisation,
@@ -76,6 +78,16 @@ def check(draft: Path, *, target: Path | None = None, reference: Path | None = N
         CheckpointError: a folder cannot be read, or holds no draft of a kind known here.
     """
     subject = open_subject(draft, target, reference)
+    if not subject.has_sizes and subject.kind is None:
+        findings = [check_format(subject), check_config(subject), check_target(subject)]
+        without = skipped("everything else", "", "the shapes of a draft follow from the sizes above: set those first")
+        return CheckResult(
+            str(draft),
+            subject.format,
+            [*findings, without],
+            str(target) if target else None,
+            str(reference) if reference else None,
+        )
     scans = scan_floats(subject)
     findings = [one(subject) for one in checks_of(subject)]
     # of another kind of draft it is known only whether its values are finite

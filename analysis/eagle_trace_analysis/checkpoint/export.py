@@ -23,7 +23,15 @@ from safetensors.numpy import save_file
 
 from eagle_trace.checkpoints import read_config
 from eagle_trace.errors import CheckpointError, OutputExistsError
-from eagle_trace_analysis.checkpoint.engine import ARCHITECTURE, canonical_name, entering_norm, ids_that_capture
+from eagle_trace_analysis.checkpoint.accepts import config_class, fits, refusals
+from eagle_trace_analysis.checkpoint.engine import (
+    ARCHITECTURE,
+    canonical_name,
+    copied_from_serving,
+    default_inputs,
+    entering_norm,
+    ids_that_capture,
+)
 from eagle_trace_analysis.checkpoint.files import INDEX, Checkpoint, StoredTensor, open_checkpoint, stored_dtype
 
 #: where `export` puts the tensors that SGLang wants under a second name
@@ -79,8 +87,7 @@ def aux_layer_ids(config: Mapping[str, Any], target: Path | None) -> list[int]:
     if target is None:
         raise CheckpointError("the draft's config names no layer ids: give --target, whose layers the default counts")
     target_config = read_config(target)
-    layers = int(target_config.get("text_config", target_config)["num_hidden_layers"])
-    return [2, layers // 2, layers - 3]
+    return default_inputs(int(target_config.get("text_config", target_config)["num_hidden_layers"]))
 
 
 def sglang_config(
@@ -107,6 +114,9 @@ def sglang_config(
             "these; train with other layers"
         )
     flat = {key: value for key, value in config["transformer_layer_config"].items() if not key.startswith("_")}
+    types = (config_class({"model_type": "llama"}) or {"types": {}})["types"]
+    # a null where the class takes none stands for a key that is not there
+    flat = {key: value for key, value in flat.items() if value is not None or fits(None, types.get(key, "None"))}
     flat |= {
         "architectures": [ARCHITECTURE],
         "model_type": "llama",
@@ -124,6 +134,20 @@ def sglang_config(
     # a quantised draft says so at the top of the config, where SGLang looks too
     flat |= {key: config[key] for key in ("quantization_config", "compression_config") if config.get(key)}
     return flat
+
+
+def doubtful_ids(ids: list[int], target: Mapping[str, Any] | None) -> list[str]:
+    """A sentence if the layer ids of a speculators config look copied from a serving config as they are."""
+    target = target or {}
+    layers = target.get("text_config", target).get("num_hidden_layers")
+    fitting = copied_from_serving(ids, layers, next(iter(target.get("architectures") or []), None))
+    if fitting is None:
+        return []
+    return [
+        f"the layer ids {ids} look copied from a serving config: SGLang's {ids} are the inputs of layers "
+        f"{default_inputs(fitting)}, the default for {fitting} layers. If the draft was trained on those, set "
+        f"eagle_aux_hidden_state_layer_ids to {default_inputs(fitting)} and export again"
+    ]
 
 
 def second_names(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
@@ -164,8 +188,8 @@ def export(draft: Path, out: Path, *, target: Path | None = None, force: bool = 
     """Write SGLang's form of the speculators checkpoint `draft` into the folder `out`.
 
     Weights are copied as they are (a `.bin` becomes a safetensors file): SGLang reads speculators' tensor names and d2t
-    offsets, but for the norms of `second_names`, which a further file holds. Returns what SGLang will compute
-    differently all the same (empty unless `force`).
+    offsets, but for the norms of `second_names`, which a further file holds. Returns what to be warned of: layer ids
+    that look copied, and with `force` what SGLang will compute differently all the same.
 
     Raises:
         CheckpointError: `draft` is no EAGLE-3 speculators checkpoint, or SGLang cannot compute it and `force` is off.
@@ -184,7 +208,15 @@ def export(draft: Path, out: Path, *, target: Path | None = None, force: bool = 
     dtype = stored_dtype(tensors)
     if dtype is None:
         raise CheckpointError(f"{draft} holds no floating-point tensor")
-    flat = sglang_config(config, aux_layer_ids(config, target), dtype, target_config)
+    ids = aux_layer_ids(config, target)
+    flat = sglang_config(config, ids, dtype, target_config)
+    refused = refusals(flat)
+    if refused:
+        raise CheckpointError(
+            f"SGLang would stop at the config of {draft}: {'; '.join(refusal.why for refusal in refused)}"
+        )
+    if config.get("eagle_aux_hidden_state_layer_ids"):
+        reasons += doubtful_ids(ids, target_config)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise OutputExistsError(f"{out} exists: choose another folder")
     out.mkdir(parents=True, exist_ok=True)

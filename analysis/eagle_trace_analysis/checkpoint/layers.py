@@ -38,13 +38,23 @@ def check_layer_ids(subject: Subject) -> Finding:
             "name the trained ids less one in eagle_config.eagle_aux_hidden_state_layer_ids, or pass "
             "--reference to compare",
         )
+    if subject.target is None and engine.copied_from_training(given) is not None:
+        layers = engine.copied_from_training(given)
+        return warned(
+            name,
+            SHIFTED,
+            f"ids {given} are speculators' default for a target of {layers} layers; the engine's id i is the output of "
+            f"layer i, so most target classes feed the inputs of layers {inputs}",
+            f"if the draft was trained on the inputs of layers {given}, write {[i - 1 for i in given]}; give --target "
+            "to have the rule of its class",
+        )
     if subject.target is None:
         return skipped(
             name,
             SHIFTED,
             f"ids {given}: whether they are the trained ones needs --reference, whether they look copied --target",
         )
-    default = [2, subject.target.layers // 2, subject.target.layers - 3]
+    default = engine.default_inputs(subject.target.layers)
     if inputs == [i + 1 for i in default]:
         right = engine.ids_that_capture(default, subject.target.layers, subject.target_architecture)
         fix = f"if the draft was trained on speculators' default {default}, write {right}"
@@ -106,32 +116,49 @@ def _of_speculators(subject: Subject) -> Finding:
             "retrain with ids from 1 on",
         )
     inputs = engine.captured_inputs(subject.served, subject.target_layers, subject.target_architecture)
-    exported = [i - 1 for i in ids]
+    exported = engine.eagle_config(subject.served).get("eagle_aux_hidden_state_layer_ids")
     if inputs != ids:
-        right = engine.ids_that_capture(ids, subject.target_layers, subject.target_architecture)
         return failed(
             name,
             SHIFTED,
-            f"trained on the inputs of layers {ids}; exported as {exported}, but the target class "
-            f"{subject.target_architecture} does not shift a list that "
-            f"starts so, and would feed the inputs of {inputs}",
-            f"after the export set eagle_aux_hidden_state_layer_ids to {right}"
-            if right
-            else "no list makes this target class capture these layers: retrain with others",
+            f"trained on the inputs of layers {ids}: {subject.target_architecture} has no list of ids for them",
+            "retrain with other layers: no list makes this target class capture these",
         )
     fault = _cannot_capture(subject)
     if fault is not None:
         return fault
+    doubt = _doubtful_training(subject, ids) if named else ""
+    if doubt:
+        return warned(name, SHIFTED, f"{doubt}; `eagle-trace export` writes {exported}", _doubtful_fix(subject, ids))
     return passed(
         name,
         SHIFTED,
         f"trained on the inputs of layers {ids}{'' if named else ' (the default)'}; SGLang counts outputs, "
-        f"so `eagle-trace export` writes {exported}"
+        f"so `eagle-trace export{' --target' if subject.target else ''}` writes {exported}"
         + (
             ""
             if subject.target
             else " (for target classes that shift every list; DeepSeek's kin do not: give --target)"
         ),
+    )
+
+
+def _doubtful_training(subject: Subject, ids: list[int]) -> str:
+    """Why the ids of the speculators config may not be those of the training; empty if nothing speaks for it."""
+    layers = engine.copied_from_serving(ids, subject.target_layers, subject.target_architecture)
+    if layers is None:
+        return ""
+    return (
+        f"the speculators config names the layers {ids}, which look copied from a serving config as they are: SGLang's "
+        f"ids {ids} are the inputs of layers {engine.default_inputs(layers)}, the default for {layers} layers"
+    )
+
+
+def _doubtful_fix(subject: Subject, ids: list[int]) -> str:
+    layers = engine.copied_from_serving(ids, subject.target_layers, subject.target_architecture) or 0
+    return (
+        f"if the draft was trained on the default, set eagle_aux_hidden_state_layer_ids of the speculators config to "
+        f"{engine.default_inputs(layers)}; if it was trained on the inputs of layers {ids}, nothing"
     )
 
 
@@ -143,6 +170,9 @@ def _against_training(subject: Subject, given: list[int] | None, inputs: list[in
         if right
         else "no list makes the engine capture these layers: retrain with others"
     )
+    doubt = _doubtful_training(subject, trained)
+    if doubt:
+        return _against_doubtful(subject, given, inputs, doubt)
     if inputs is None:
         return warned(name, DEFAULTED, f"eagle_config names no layer ids, the draft was trained on {trained}", fix)
     if inputs == trained:
@@ -167,4 +197,25 @@ def _against_training(subject: Subject, given: list[int] | None, inputs: list[in
         SHIFTED,
         f"ids {given}{copied} make the engine feed the inputs of layers {inputs}, trained were {trained}",
         fix,
+    )
+
+
+def _against_doubtful(subject: Subject, given: list[int] | None, inputs: list[int] | None, doubt: str) -> Finding:
+    """The served ids where the reference's own look copied: the reference cannot tell which of the two is right."""
+    trained = subject.trained_ids or []
+    fed = f"; this draft's ids {given} make the engine feed the inputs of layers {inputs}" if given else ""
+    if given == trained:
+        fed += ", which is right if the reference's were copied from here"
+    layers = engine.copied_from_serving(trained, subject.target_layers, subject.target_architecture) or 0
+    default = engine.default_inputs(layers)
+    right = [
+        engine.ids_that_capture(inputs, subject.target_layers, subject.target_architecture)
+        for inputs in (default, trained)
+    ]
+    return warned(
+        "layer-ids",
+        SHIFTED,
+        f"in the reference, {doubt}{fed}",
+        f"if the draft was trained on the default {default}, its ids should be {right[0]} and the reference should say "
+        f"{default}; if it was trained on the inputs of layers {trained}, its ids should be {right[1]}",
     )

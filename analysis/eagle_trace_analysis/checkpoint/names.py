@@ -143,6 +143,9 @@ def check_missing(subject: Subject) -> Finding:
     norm = [
         name for name in unset if name == "layers.0.hidden_norm.weight" and (idle or engine.skips_fc(subject.served))
     ]
+    if "draft_vocab_size" in subject.served and subject.served["draft_vocab_size"] is None:
+        # with a null the engine gives the draft the target's head
+        idle += [name for name in unset if name == "lm_head.weight"]
     unset = [name for name in unset if name not in (*idle, *norm)]
     if unset:
         return _left_over(subject, unset) or failed(
@@ -159,7 +162,11 @@ def check_missing(subject: Subject) -> Finding:
             "by its root mean square",
             "see whether the head was trained with a norm there; a head of one feature may have none",
         )
-    notes = [*(["embed_tokens comes from the target"] if shared else []), *(["fc is left out"] if idle else [])]
+    notes = [
+        *(["embed_tokens comes from the target"] if shared else []),
+        *(["fc is left out"] if any(name.startswith("fc.") for name in idle) else []),
+    ]
+    notes += ["lm_head comes from the target"] if "lm_head.weight" in idle else []
     return passed(
         name,
         cause,

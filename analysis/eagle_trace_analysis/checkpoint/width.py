@@ -57,9 +57,9 @@ def check_aux(subject: Subject) -> Finding:
         return passed(
             name,
             SINGLE,
-            "the engine captures several target layers (with --speculative-algorithm EAGLE3)"
+            "the config asks for several target layers (served with --speculative-algorithm EAGLE3)"
             if not engine.skips_fc(subject.served)
-            else "the engine captures one target layer (with --speculative-algorithm EAGLE3)",
+            else "the config asks for one target layer (served with --speculative-algorithm EAGLE3)",
         )
     if not has_fc(subject):
         return passed(
@@ -102,7 +102,7 @@ def check_aux(subject: Subject) -> Finding:
 def check_fc(subject: Subject) -> Finding:
     """fc's width against the number of layers times the target's width, and its bias."""
     name = "fc-width"
-    if "target_hidden_size" in subject.served and subject.served["target_hidden_size"] is None:
+    if subject.checkpoint.config.get("target_hidden_size", 0) is None:
         return failed(
             name,
             SINGLE,
