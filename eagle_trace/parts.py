@@ -55,6 +55,7 @@ class PartStream:
         options: for `pyarrow.parquet.ParquetWriter`.
         group_bytes: size of a row group, as `add` counts.
         files: the manifest's list, where each part is noted once it is in its place.
+        beat: called after each write that the disk has taken.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class PartStream:
         options: dict[str, Any],
         group_bytes: int,
         files: dict[str, dict[str, int]],
+        beat: Callable[[], None],
     ) -> None:
         self._schema = schema
         self._make = make
@@ -76,6 +78,7 @@ class PartStream:
         self._options = options
         self._group_bytes = group_bytes
         self._files = files
+        self._beat = beat
         #: what waits for its row group, as it came and as tables
         self._raw: list[Any] = []
         self._tables: list[pa.Table] = []
@@ -138,6 +141,7 @@ class PartStream:
         if self._name is None:
             self._name = f"{self._prefix}-{self._numbers.take():05d}.parquet"
         sink = self._store.sink(self._name)
+        sink.beat = self._beat
         try:
             return _Part(sink, pq.ParquetWriter(sink, self._schema, **self._options))
         except BaseException:

@@ -139,7 +139,7 @@ def _record(asked: TrainOptions, progress: Progress) -> Place:
             progress=progress,
         )
         prepare_output(asked.out, force=asked.force)
-        writer = TraceWriter(asked.out, manifest, max_bytes=asked.max_bytes)
+        writer = TraceWriter(asked.out, manifest, max_bytes=asked.max_bytes, max_wait=None)
         try:
             Session(draft, tasks, source, steps, dtype, writer, progress, asked.selection).run()
         except BaseException as error:
