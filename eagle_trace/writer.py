@@ -120,6 +120,8 @@ class TraceWriter:
     def _open(self) -> None:
         if self._prepare is not None:
             self._prepare()
+            if self.failure is not None:  # nobody waits for the folder any more: it may be another's by now
+                return
         manifest, store = self.manifest, self._store
         seal = seal_name(manifest.rank)
         taken = f"{join(store.place, seal)} is there or being made: two recorders cannot write one trace"
