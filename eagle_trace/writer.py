@@ -44,6 +44,7 @@ STALL_SECONDS, GUEST_STALL_SECONDS = 60.0, 10.0
 HURRY_SECONDS, SEAL_SECONDS = 20.0, 60.0
 #: why a recording ended that would have made its host wait
 TOO_SLOW = "the disk was too slow"
+LEFT_OUT = "the disk was too slow to take the last forwards: they are left out"
 
 #: prompts and calls of data-parallel rank d are numbered from d times this on
 DP_STRIDE = 1 << 20
@@ -221,10 +222,10 @@ class TraceWriter:
         Args:
             stopped: why the recording ended before it was done, in a few words; None if it was done.
         """
-        if stopped is not None:
+        if self._inbox.slow and self.manifest.stopped is None:
+            self.manifest.stopped = TOO_SLOW
+        elif stopped is not None:
             self.manifest.stopped = stopped
-        if self._inbox.slow:
-            self.manifest.stopped = self.manifest.stopped or TOO_SLOW
         if self._guest and self._hurry_at is None:
             self._hurry_at = time.monotonic() + HURRY_SECONDS
         self._inbox.close()
@@ -330,6 +331,8 @@ class TraceWriter:
             return False
         if self._hurry_at is not None and time.monotonic() > self._hurry_at:
             self.manifest.stopped = self.manifest.stopped or TOO_SLOW
+            if LEFT_OUT not in self.manifest.warnings:
+                self.manifest.warnings.append(LEFT_OUT)
             return True
         self._highest = call
         return False

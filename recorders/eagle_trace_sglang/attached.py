@@ -6,6 +6,7 @@ process with an `Engine`, `control()` start and end recordings.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections.abc import Mapping
@@ -13,6 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from eagle_trace.errors import EagleTraceError, UsageError
+from eagle_trace.patience import MAX_WAIT, parse_wait
 from eagle_trace.selection import Selection, parse_bytes
 from eagle_trace_sglang.admission import DEFAULT_REQUESTS, Admission
 from eagle_trace_sglang.control import Control, next_place
@@ -20,11 +22,20 @@ from eagle_trace_sglang.orders import Order
 from eagle_trace_sglang.plugin import OUT, PREFIX
 
 #: what the variables may say beside OUT
-ASKED = ("REQUESTS", "MATCH", "SAMPLE", "LEVEL", "MAX_BYTES", "SECONDS", "SITES", "ROOTS", "STEPS", "KEEP_CUDA_GRAPHS")
+ASKED = (
+    "REQUESTS",
+    "MATCH",
+    "SAMPLE",
+    "LEVEL",
+    "MAX_BYTES",
+    "SECONDS",
+    "SITES",
+    "ROOTS",
+    "STEPS",
+    "KEEP_CUDA_GRAPHS",
+    "MAX_WAIT",
+)
 VARIABLES = (OUT, *(PREFIX + name for name in ASKED))
-#: how long a server that is shut down may take to seal
-CLOSE_SECONDS = 15.0
-
 HTTP_SERVER = "sglang.srt.entrypoints.http_server"
 
 logger = logging.getLogger(__name__)
@@ -47,7 +58,7 @@ def arm() -> None:
         # it can still be told over HTTP what to record
         logger.error("eagle-trace records nothing by itself: %s", error)  # noqa: TRY400 (a sentence, not a bug)
         order = None
-    _control = Control()
+    _control = Control(_max_wait(os.environ))
     os.environ.update(_control.environment)
 
     def serving(*_args: Any, **_kwargs: Any) -> None:
@@ -64,7 +75,7 @@ def arm() -> None:
             start(waiting.pop())
 
     def ending(*_args: Any, **_kwargs: Any) -> None:
-        _require().close(CLOSE_SECONDS)
+        _require().close()
 
     HookRegistry.register(f"{HTTP_SERVER}._setup_and_run_http_server", serving, HookType.BEFORE)
     # the server's own warm-up requests are over: whatever comes now is somebody's
@@ -109,8 +120,16 @@ def order_of(environment: Mapping[str, str]) -> Order | None:
         selection=Selection.parse(sites=given.get("SITES"), roots=given.get("ROOTS"), steps=given.get("STEPS")),
         keep_cuda_graphs=given.get("KEEP_CUDA_GRAPHS", "") not in ("", "0"),
         seconds=_number(given, "SECONDS", float, 0.0) or None,
+        max_wait=parse_wait(given["MAX_WAIT"], f"{PREFIX}MAX_WAIT") if "MAX_WAIT" in given else None,
     )
     return order if requests else None
+
+
+def _max_wait(environment: Mapping[str, str]) -> float:
+    """How long the server may wait for the disk in each recording; a value that makes no sense was said already."""
+    with contextlib.suppress(UsageError):
+        return parse_wait(environment.get(f"{PREFIX}MAX_WAIT", ""), f"{PREFIX}MAX_WAIT")
+    return MAX_WAIT
 
 
 def _number(given: Mapping[str, str], name: str, kind: Any, default: Any) -> Any:
