@@ -57,12 +57,17 @@ class Inbox:
                     return False
             if not self._pending:
                 self._moved = self._clock()
-            if self._is_later(call):
-                self._last = call
+            if call is not None:
+                self._last = max(self._last, call)
             self._pending += size
             self._messages.append((kind, item, size, call))
             self._changed.notify_all()
             return True
+
+    @property
+    def patience(self) -> float:
+        """How long the host may still wait [s]."""
+        return max(0.0, self._left)
 
     def spend(self, seconds: float) -> None:
         """Count `seconds` that the host has waited for the disk elsewhere."""

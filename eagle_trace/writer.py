@@ -109,7 +109,7 @@ class TraceWriter:
         self._thread = threading.Thread(target=self._run, name="eagle-trace-writer", daemon=True)
         self._thread.start()
         started = time.monotonic()
-        if self._opened.wait(min((max_wait or 0.0) / 2, FOLDER_SECONDS) if background else FOLDER_SECONDS):
+        if self._opened.wait(min(max_wait or 0.0, FOLDER_SECONDS) if background else FOLDER_SECONDS):
             if self.failure is not None:
                 raise self.failure
         elif not background:
@@ -151,6 +151,11 @@ class TraceWriter:
             self.manifest.stopped = "max-bytes"
             return False
         return True
+
+    @property
+    def patience(self) -> float:
+        """How long the host may still wait for the disk in this recording [s]."""
+        return self._inbox.patience
 
     @property
     def _leads(self) -> bool:

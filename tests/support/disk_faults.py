@@ -12,23 +12,28 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from eagle_trace import store, writer
+
 FILE = "EAGLE_TRACE_TEST_DISK"
 #: bytes that may wait to be written, instead of the writer's own: a small model fills no more
 QUEUE = "EAGLE_TRACE_TEST_QUEUE"
 HANG = "hang"
 
 
+#: everything that writes
+PLACES = [(store.Sink, "write"), *((store._LocalStore, name) for name in ("make", "create", "write", "remove", "sink"))]
+
+
 def hook() -> None:
     """Let everything that writes pass the fault of the moment first."""
-    from eagle_trace import store, writer
-
     writer.QUEUE_BYTES = int(os.environ.get(QUEUE, writer.QUEUE_BYTES))
-    for owner, names in ((store.Sink, ("write",)), (store._LocalStore, ("make", "create", "write", "remove", "sink"))):
-        for name in names:
-            setattr(owner, name, _behind(getattr(owner, name)))
+    for owner, name in PLACES:
+        setattr(owner, name, behind(getattr(owner, name)))
 
 
-def _behind(function: Callable[..., Any]) -> Callable[..., Any]:
+def behind(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, behind what the disk does at the moment."""
+
     def call(*args: Any, **kwargs: Any) -> Any:
         _suffer()
         return function(*args, **kwargs)
