@@ -54,11 +54,12 @@ def disk(folder: Path) -> Disk:
 def running(folder: Path, deployed: Path, disk: Disk) -> Iterator[Attached]:
     paths = [str(ROOT / "tests/support/engine_site"), str(ROOT), os.environ.get("PYTHONPATH", "")]
     variables = {FILE: str(disk.file), QUEUE: str(2 << 20)}
+    variables |= {"EAGLE_TRACE_REQUESTS": "0", "EAGLE_TRACE_RECORD_OTHERS": "1"}
     arguments = ["--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "4", "--disable-radix-cache"]
     with pytest.MonkeyPatch.context() as patched:
         # not among the variables: the kernels for the CPU add a path of their own to what is there
         patched.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
-        with server(folder / "slow", TARGET, deployed, *arguments, EAGLE_TRACE_REQUESTS="0", **variables) as attached:
+        with server(folder / "slow", TARGET, deployed, *arguments, **variables) as attached:
             yield attached
             disk.set("")
 
