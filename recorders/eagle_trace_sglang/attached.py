@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import threading
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -37,6 +38,9 @@ ASKED = (
 )
 VARIABLES = (OUT, *(PREFIX + name for name in ASKED))
 HTTP_SERVER = "sglang.srt.entrypoints.http_server"
+
+#: how long the first request of an Engine waits for the recorder
+READY_SECONDS = 5.0
 
 logger = logging.getLogger(__name__)
 _control: Control | None = None
@@ -93,11 +97,20 @@ def _require() -> Control:
 
 
 def start(order: Order) -> None:
-    """Begin to record; what stands in the way is logged, since the server must serve all the same."""
-    try:
-        _require().start(replace(order, out=next_place(order.out)))
-    except EagleTraceError as error:
-        logger.error("eagle-trace records nothing: %s", error)  # noqa: TRY400 (a sentence, not a bug)
+    """Begin to record; what stands in the way is logged, since the server must serve all the same.
+
+    Whoever calls this has requests of its own to answer: it waits `READY_SECONDS` for the recorder to be in place.
+    """
+
+    def begin() -> None:
+        try:
+            _require().start(replace(order, out=next_place(order.out)))
+        except EagleTraceError as error:
+            logger.error("eagle-trace records nothing: %s", error)  # noqa: TRY400 (a sentence, not a bug)
+
+    thread = threading.Thread(target=begin, name="eagle-trace-start", daemon=True)
+    thread.start()
+    thread.join(READY_SECONDS)
 
 
 def order_of(environment: Mapping[str, str]) -> Order | None:
