@@ -59,6 +59,8 @@ class _Rank:
         self.facts: dict[str, Any] = {}
         #: what it said of the recording that is going on
         self.said: dict[str, tuple[Any, ...]] = {}
+        #: it was asked for its counts and has not answered yet
+        self.asked = False
         self.alive = True
 
     @property
@@ -160,7 +162,7 @@ class Control:
                 raise HostError("SGLang's scheduler process ended: nothing can be recorded any more")
             self._run = run
             for rank in self._ranks:
-                rank.said = {}
+                rank.said, rank.asked = {}, False
         try:
             within(FOLDER_SECONDS, partial(prepare_output, as_place(order.out)), order.out)
             self._tell(begin)
@@ -229,9 +231,10 @@ class Control:
         """What the first rank has counted; a recorder that does not answer at once said this last."""
         rank = self._ranks[0]
         before = rank.said.get("counts")
-        if rank.alive and not rank.outbox.waiting:
+        if rank.alive and not rank.asked:
+            rank.asked = True
             rank.outbox.put(packed(("counts", run.number)))
-            self._wait(lambda: rank.said.get("counts") is not before or run.outcome is not None, COUNT_SECONDS)
+        self._wait(lambda: rank.said.get("counts") is not before or run.outcome is not None, COUNT_SECONDS)
         counts: dict[str, int] = rank.said.get("counts", ({},))[0]
         return counts
 
@@ -305,6 +308,7 @@ class Control:
                 rank.facts = arguments[0]
                 self._ranks.sort(key=lambda one: one.facts.get("rank", 0))
             run = self._run
+            rank.asked &= name != "counts"
             # what a recorder says of a recording that was given up, or that it has ended already, nobody waits for
             if name != "armed" and run is not None and arguments[0] in (None, run.number) and not rank.ended:
                 rank.said[name] = tuple(arguments[1:])

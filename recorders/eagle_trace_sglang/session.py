@@ -55,11 +55,6 @@ class Outbox:
                 self._messages.append(message)
                 self._changed.notify_all()
 
-    @property
-    def waiting(self) -> int:
-        """How many messages the other end has not taken yet."""
-        return len(self._messages)
-
     def flush(self, seconds: float) -> bool:
         """Wait until everything is sent; whether it is within so many seconds."""
         with self._changed:
