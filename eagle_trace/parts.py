@@ -20,6 +20,8 @@ from eagle_trace.store import Sink, Store, join, reason
 
 #: a part is closed at this size at the latest
 LARGEST_PART_BYTES = 64 << 20
+#: what is handed to the disk at once, if there is so much
+BUFFER_BYTES = 256 << 10
 
 
 class Numbers:
@@ -39,6 +41,8 @@ class _Part:
     """A Parquet file being written."""
 
     sink: Sink
+    #: in front of the sink: Parquet writes some fifty small pieces, and each may cost a slow disk its time
+    stream: pa.BufferedOutputStream
     writer: pq.ParquetWriter
     rows: int = 0
 
@@ -143,7 +147,8 @@ class PartStream:
         sink = self._store.sink(self._name)
         sink.beat = self._beat
         try:
-            return _Part(sink, pq.ParquetWriter(sink, self._schema, **self._options))
+            stream = pa.BufferedOutputStream(pa.PythonFile(sink, mode="w"), BUFFER_BYTES)
+            return _Part(sink, stream, pq.ParquetWriter(stream, self._schema, **self._options))
         except BaseException:
             sink.discard()
             raise
@@ -154,6 +159,7 @@ class PartStream:
             return
         try:
             part.writer.close()
+            part.stream.flush()
             part.sink.commit()
         except (OSError, pa.ArrowException) as error:
             part.sink.discard()
