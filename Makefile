@@ -6,7 +6,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed-$(shell cksum pyproject.toml | cut -d' ' -f1)
 
-.PHONY: help setup demo test lint unit integration bench soak clean
+.PHONY: help setup demo test lint unit integration bench soak gpu clean
 .DEFAULT_GOAL := help
 
 help:
@@ -15,6 +15,7 @@ help:
 	@echo "make unit         the tests that start no host"
 	@echo "make bench        what recording and diffing cost (prints; asserts nothing)"
 	@echo "make soak         a server under load for ten minutes: recorded and not, bad disks, bad clients"
+	@echo "make gpu          what only a machine with a GPU can show; says so where there is none"
 
 setup: $(STAMP)
 
@@ -51,6 +52,9 @@ bench: $(STAMP)
 
 soak: $(STAMP)
 	$(BIN)/python tests/benchmarks/soak.py
+
+gpu: $(STAMP)
+	$(BIN)/python -m tests.gpu.check
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
