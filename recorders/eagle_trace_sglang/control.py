@@ -21,8 +21,8 @@ from typing import Any
 from eagle_trace.checkpoints import checkpoint_facts, read_config
 from eagle_trace.errors import CheckpointError, HostError, RecordingError, UsageError
 from eagle_trace.manifest import Manifest
-from eagle_trace.store import as_place, join
-from eagle_trace.writer import prepare_output
+from eagle_trace.store import as_place, join, open_store, reason
+from eagle_trace.writer import prepare_output, remove_empty
 from eagle_trace_sglang.deployment import ONE_REPLICA
 from eagle_trace_sglang.orders import Order
 from eagle_trace_sglang.plugin import SESSION
@@ -34,6 +34,9 @@ ARM_SECONDS = 10.0
 BEGIN_SECONDS = 60.0
 SEAL_SECONDS = 600.0
 WATCH_SECONDS = 0.2
+REMOVE_SECONDS = 2.0
+#: recordings of which it is still known how they ended
+MOST_OUTCOMES = 64
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +64,8 @@ class Control:
         self._ordering = threading.Lock()
         self._order: Order | None = None
         self._last: dict[str, Any] = {}
+        self._removing: threading.Thread | None = None
+        self._outcomes: dict[str, dict[str, Any]] = {}
         self._closing = False
         self._renewed = 0.0
         self._thread = threading.Thread(target=self._listen, name="eagle-trace-control", daemon=True)
@@ -80,6 +85,7 @@ class Control:
             self.finish(stopped="the server ended", seconds=seconds)
         except RecordingError as error:
             logger.error("eagle-trace: %s", error)  # noqa: TRY400 (a sentence, not a bug)
+        self._wait_until_removed()
         self._closing = True
         self._session.close()
 
@@ -132,8 +138,34 @@ class Control:
         """Somebody waits for the recording that is going on."""
         self._renewed = time.monotonic()
 
+    @property
+    def state(self) -> str:
+        """``starting``, ``ready`` or ``recording``; asks nobody."""
+        return "recording" if self._order is not None else "ready" if self._armed() else "starting"
+
+    @property
+    def recording_into(self) -> str | None:
+        """Place of the recording that is going on."""
+        order = self._order
+        return order.out if order is not None else None
+
+    @property
+    def last(self) -> dict[str, Any]:
+        """How the last recording ended."""
+        return self._last
+
+    @property
+    def outcomes(self) -> dict[str, dict[str, Any]]:
+        """How the last recordings ended, by place, the newest last."""
+        with self._changed:
+            return dict(self._outcomes)
+
     def finish(
-        self, settings: dict[str, Any] | None = None, stopped: str | None = None, seconds: float = SEAL_SECONDS
+        self,
+        settings: dict[str, Any] | None = None,
+        stopped: str | None = None,
+        seconds: float = SEAL_SECONDS,
+        only: str | None = None,
     ) -> str | None:
         """End the recording that is going on, and return the trace's place; None if nothing was.
 
@@ -141,25 +173,26 @@ class Control:
             settings: added to the manifest's.
             stopped: why it ends before its requests did; noted only if some did not.
             seconds: how long to wait for the seal.
+            only: end nothing but the recording into this place.
 
         Raises:
             RecordingError: a recorder failed, or is not done in time.
         """
         with self._ordering:
             order = self._order
-            if order is None:
+            if order is None or only not in (None, order.out):
                 return None
             for rank in self._ranks:
                 self._send(rank, "finish", settings or {}, stopped)
             if not self._wait(lambda: self._order is None, seconds):
                 raise RecordingError(f"{order.out} was not sealed within {seconds:.0f} s")
+            self._wait_until_removed()
             self.raise_failure()
             return order.out
 
     def status(self) -> dict[str, Any]:
         """``state`` (starting, ready, recording), place and counts of the recording, and how the last one ended."""
-        order = self._order
-        state = "recording" if order is not None else "ready" if self._armed() else "starting"
+        order, state = self._order, self.state
         counts: dict[str, int] = {}
         if order is not None and self._ordering.acquire(timeout=0.1):
             try:
@@ -187,6 +220,11 @@ class Control:
     def wait_until_ended(self, seconds: float | None = None) -> bool:
         """Wait until no recording is going on; False if one still is after so many seconds."""
         return self._wait(lambda: self._order is None, seconds)
+
+    def _wait_until_removed(self) -> None:
+        """Wait for the removal of a trace without rows, but not for a disk that hangs."""
+        if self._removing is not None:
+            self._removing.join(REMOVE_SECONDS)
 
     def _watch(self, order: Order) -> None:
         """End a recording whose time is up, or whose client went away."""
@@ -234,15 +272,27 @@ class Control:
             rank.said[name] = tuple(arguments)
             failed = any("failed" in one.said for one in self._ranks)
             if self._order is not None and (failed or self._all_said("sealed")):
-                self._last = {"out": self._order.out, **self._outcome()}
-                self._order = None
+                order, self._order = self._order, None
+                self._last = self._outcomes[order.out] = {"out": order.out, **self._outcome()}
+                for old in list(self._outcomes)[:-MOST_OUTCOMES]:
+                    del self._outcomes[old]
+                if not order.keep_empty and self._last.get("rows") == 0:
+                    self._last["removed"] = "no row was recorded, so nothing is kept"
+                    # not here: a disk that hangs must not keep anybody from being heard
+                    self._removing = threading.Thread(
+                        target=_remove, args=(order.out,), name="eagle-trace-remove", daemon=True
+                    )
+                    self._removing.start()
             self._changed.notify_all()
 
     def _outcome(self) -> dict[str, Any]:
         failures = [one.said["failed"] for one in self._ranks if "failed" in one.said]
         if failures:
             return {"outcome": "failed", "why": failures[0][0], "detail": failures[0][1]}
-        return {"outcome": "sealed", **self._ranks[0].said["sealed"][0]}
+        sealed = [one.said["sealed"][0] for one in self._ranks]
+        # every rank writes files of its own
+        written = {name: sum(one.get(name, 0) for one in sealed) for name in ("bytes", "files")}
+        return {"outcome": "sealed", **sealed[0], **written}
 
     def _armed(self) -> bool:
         facts = [rank.facts for rank in self._ranks if rank.facts]
@@ -272,8 +322,9 @@ def _manifest(order: Order, facts: dict[str, Any]) -> Manifest:
     manifest.draft |= {name: facts[name] for name in ("architecture", "dropped_keys")}
     manifest.created = datetime.now(UTC).isoformat(timespec="seconds")
     manifest.argv, manifest.changes = list(order.argv), list(order.changes)
-    manifest.settings = {name: facts[name] for name in ("algorithm", "steps", "topk", "draft_tokens")}
-    manifest.settings |= {"prefix_cache": facts["prefix_cache"], **order.settings}
+    told = ("algorithm", "steps", "topk", "draft_tokens", "prefix_cache")
+    # whatever was asked for, the facts of the server stand
+    manifest.settings = {**order.settings, **{name: facts[name] for name in told}}
     if left_out := order.selection.to_dict():
         manifest.settings["selection"] = left_out
     if facts["dropped_keys"]:
@@ -291,6 +342,15 @@ def _manifest(order: Order, facts: dict[str, Any]) -> Manifest:
             {"site": f"layer.0.mlp.{name}", "rows": "all", "why": why} for name in ("gate", "up", "act")
         ]
     return manifest
+
+
+def _remove(place: str) -> None:
+    """Take away a trace in which nothing is."""
+    try:
+        open_store(as_place(place)).clear()
+        remove_empty(as_place(place))
+    except (OSError, UsageError) as error:
+        logger.error("eagle-trace: %s holds no row and could not be removed: %s", place, reason(error))  # noqa: TRY400
 
 
 def _checkpoint(path: str) -> dict[str, Any]:

@@ -238,7 +238,7 @@ class ServeRecorder:
             except Exception as error:  # noqa: BLE001 (reported, never raised into the host)
                 self._say("failed", *_words(error))
             else:
-                self._say("sealed", recording.counts)
+                self._say("sealed", recording.outcome)
 
         self._ending = threading.Thread(target=seal, name="eagle-trace-seal")
         self._ending.start()
