@@ -23,7 +23,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, StreamingResponse
 
 from eagle_trace.contents import trace_files
-from eagle_trace.errors import EagleTraceError, TraceNotFoundError, UsageError
+from eagle_trace.errors import EagleTraceError, RecordingError, TraceNotFoundError, UsageError
 from eagle_trace.manifest import rank_of_seal
 from eagle_trace.store import as_place, is_url, join, open_store, reason
 from eagle_trace_sglang.access import DeniedError, Keys, Tokens
@@ -121,7 +121,10 @@ class Routes:
     async def remove(self, request: Request, name: str) -> JSONResponse:
         """Remove a trace from the server."""
         path = await self._trace(request, name)
-        await self._work(lambda: shutil.rmtree(path))
+        try:
+            await self._work(lambda: shutil.rmtree(path))
+        except OSError as error:
+            raise RecordingError(f"{name} cannot be removed: {reason(error)}") from error
         return JSONResponse({"state": self._control.state})
 
     async def _sent(self, blocks: Iterator[bytes]) -> AsyncIterator[bytes]:
