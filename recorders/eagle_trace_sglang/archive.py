@@ -6,14 +6,17 @@ Both ends are written for an other end that cannot be trusted. Only regular file
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 import tarfile
 from collections.abc import Iterator
+from http.client import HTTPException
 from pathlib import Path
 from typing import BinaryIO
 
 from eagle_trace.contents import is_trace_file, is_trace_folder, trace_files
+from eagle_trace.store import reason
 
 BLOCK_BYTES = 1 << 20
 _RECORD = tarfile.BLOCKSIZE
@@ -74,8 +77,7 @@ def unpack(stream: BinaryIO, folder: Path, *, max_bytes: int, max_files: int) ->
         max_files: how many.
 
     Raises:
-        ArchiveError: it is not a whole trace, or more than it may be.
-        OSError: it cannot be written, or the stream breaks.
+        ArchiveError: it is not a whole trace, or more than it may be, or cannot be written.
     """
     files = 0
     while (header := _exactly(stream, _RECORD)) != _END[:_RECORD]:
@@ -91,23 +93,32 @@ def unpack(stream: BinaryIO, folder: Path, *, max_bytes: int, max_files: int) ->
             _take(stream, folder, name, size)
         else:
             raise ArchiveError(f"it sends {name[:80]!r}, which is not a file of a trace")
-    rest = stream.read(_FILL_BYTES)
-    if len(rest) == _FILL_BYTES or rest.strip(b"\0"):
+    rest = _exactly(stream, _RECORD) + stream.read(_FILL_BYTES)
+    if len(rest) > _FILL_BYTES or rest.strip(b"\0"):
         raise ArchiveError("it sends more than a trace")
 
 
 def _take(stream: BinaryIO, folder: Path, name: str, size: int) -> None:
     path = folder / name
-    for parent in reversed(path.relative_to(folder).parents[:-1]):
-        (folder / parent).mkdir(exist_ok=True)
+    with _writing(name):
+        for parent in reversed(path.relative_to(folder).parents[:-1]):
+            (folder / parent).mkdir(exist_ok=True)
+        out = path.open("xb")
+    with _writing(name), out:
+        left = size
+        while left:
+            left -= out.write(_exactly(stream, min(left, BLOCK_BYTES)))
+    _exactly(stream, _padded(size) - size)
+
+
+@contextlib.contextmanager
+def _writing(name: str) -> Iterator[None]:
     try:
-        with path.open("xb") as out:
-            left = size
-            while left:
-                left -= out.write(_exactly(stream, min(left, BLOCK_BYTES)))
+        yield
     except FileExistsError:
         raise ArchiveError(f"it sends {name} twice") from None
-    _exactly(stream, _padded(size) - size)
+    except OSError as error:
+        raise ArchiveError(f"{name} cannot be written: {reason(error)}") from error
 
 
 def _header(name: str, size: int) -> bytes:
@@ -132,7 +143,10 @@ def _parse(header: bytes) -> tuple[str, int, bytes]:
 
 
 def _exactly(stream: BinaryIO, size: int) -> bytes:
-    data = stream.read(size) if size else b""
+    try:
+        data = stream.read(size) if size else b""
+    except (OSError, HTTPException, ValueError) as error:
+        raise ArchiveError(f"it broke off: {reason(error)}") from error
     if len(data) != size:
         raise ArchiveError("it broke off")
     return data

@@ -117,9 +117,11 @@ def exchange(
             if deadline.expired:
                 raise _late(url, path, seconds) from error
             raise
-        except (OSError, HTTPException, ValueError) as error:
+        except Exception as error:
             if deadline.expired or isinstance(error, TimeoutError):
                 raise _late(url, path, seconds) from error
+            if not isinstance(error, OSError | HTTPException | ValueError):
+                raise
             why = quoted(str(getattr(error, "reason", error)) or type(error).__name__)
             raise HostError(f"cannot reach {url} ({why}): is the server up, and the address right?") from error
         if deadline.expired:

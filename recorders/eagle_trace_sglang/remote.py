@@ -20,7 +20,6 @@ from typing import Any
 from eagle_trace.errors import HostError, PromptsError, RecordingError, TraceError
 from eagle_trace.prompts import Prompt, check_tokens
 from eagle_trace.reader import open_trace
-from eagle_trace.store import reason
 from eagle_trace_sglang.answers import Ended, Told, understood
 from eagle_trace_sglang.archive import ArchiveError, unpack
 from eagle_trace_sglang.exchange import ERROR_BYTES, check_address, exchange, parse_json, quoted, read_json
@@ -123,16 +122,12 @@ class Remote:
         if ended.bytes > free:
             raise RecordingError(f"{name} has {ended.bytes} bytes and there is room for {free} beside {out}: {kept}")
         seconds = FETCH_SECONDS + ended.bytes / FETCH_BYTES_PER_SECOND
-        with self._open("GET", f"/eagle_trace/traces/{name}", None, seconds) as response:
-            why = ""
-            try:
+        try:
+            with self._open("GET", f"/eagle_trace/traces/{name}", None, seconds) as response:
                 unpack(response, out, max_bytes=ended.bytes, max_files=ended.files)
-            except ArchiveError as error:
-                why = str(error)
-            except (OSError, HTTPException, ValueError) as error:
-                why = reason(error)
-            if why:
-                raise RecordingError(f"fetching {name} from {self.url} failed ({quoted(why)}); {kept}")
+                _require_end(response)
+        except (ArchiveError, HostError) as error:
+            raise RecordingError(f"fetching {name} from {self.url} failed ({quoted(str(error))}); {kept}") from error
         try:
             damaged = open_trace(out).verify()
         except TraceError as error:
@@ -209,6 +204,12 @@ class Remote:
             return HostError(f"{self.url} sends on to {there}, which is not followed: give the address itself")
         kind = PromptsError if code == 400 else HostError
         return kind(f"the server at {self.url} answered {path} with {code}: {quoted(text.decode(errors='replace'))}")
+
+
+def _require_end(response: HTTPResponse) -> None:
+    """Refuse an answer that is shorter than it was to be, which reading it in pieces does not."""
+    if response.length:
+        raise ArchiveError("it broke off")
 
 
 def _error_of(text: bytes) -> str:

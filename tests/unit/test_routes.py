@@ -7,7 +7,7 @@ import json
 import math
 import tarfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -102,13 +102,13 @@ Arm = Callable[..., Armed]
 
 
 @pytest.fixture
-def arm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Arm]:
+def arm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Arm:
     auth = sglang_auth(monkeypatch)
 
     def made(api: str | None = None, admin: str | None = None, *, opt_in: bool = False) -> Armed:
         return Armed(tmp_path / "traces", auth, api, admin, opt_in=opt_in)
 
-    yield made
+    return made
 
 
 SERVERS = {
@@ -152,7 +152,9 @@ def test_the_key_that_guards_the_servers_own_management_routes_guards_these(
     assert statuses == ([403, 200, 403, 404, 404] if server == "no key" else [401] * 5)
     assert not armed.recorder.orders
     assert (armed.folder / "theirs.trace").exists()
-    assert all("secret" not in answer.text and "theirs" not in answer.text for answer in (started, told, ended, fetched))
+    assert all(
+        "secret" not in answer.text and "theirs" not in answer.text for answer in (started, told, ended, fetched)
+    )
 
 
 def test_without_a_key_only_ids_that_nobody_else_can_guess_are_recorded(arm: Arm) -> None:
@@ -346,7 +348,8 @@ def test_what_lies_in_a_trace_and_is_not_part_of_it_is_not_given_away(arm: Arm, 
     (trace / "topk.parquet" / "rank0-00000.parquet").write_bytes(b"x" * 1000)
     answer = armed.ask("GET", "/traces/theirs.trace", "admin")
     assert int(answer.headers["content-length"]) == len(answer.content)
-    names = tarfile.open(fileobj=io.BytesIO(answer.content)).getnames()
+    with tarfile.open(fileobj=io.BytesIO(answer.content)) as archive:
+        names = archive.getnames()
     assert names == ["topk.parquet/rank0-00000.parquet", SEAL], "the seal comes last"
     assert b"secret" not in answer.content
 
