@@ -84,10 +84,10 @@ class Tokens:
             del self._digests[old]
         return token
 
-    def holds(self, headers: Mapping[str, str], name: str) -> bool:
-        """Whether a request with these headers comes from whoever started the recording `name`."""
-        known, given = self._digests.get(name), headers.get(TOKEN_HEADER.lower(), "")
-        return known is not None and secrets.compare_digest(known, _digest(given))
+    def name(self, headers: Mapping[str, str]) -> str | None:
+        """The recording that was started by whoever sends these headers; None if that is not known."""
+        given = _digest(headers.get(TOKEN_HEADER.lower(), ""))
+        return next((name for name, known in list(self._digests.items()) if secrets.compare_digest(known, given)), None)
 
     def make_room(self, there: Callable[[str], bool]) -> None:
         """Forget the traces that are gone; refuse one more of somebody without a key where too many lie about.

@@ -60,13 +60,12 @@ class Routes:
     async def status(self, request: Request) -> JSONResponse:
         """What is going on; to somebody without key and token, the state alone."""
         everything = self._keys.may_do_all(request.headers)
-        going_on = self._control.recording_into
-        if going_on is not None and self._tokens.holds(request.headers, _name(going_on)):
+        mine = self._tokens.name(request.headers)
+        if mine is not None and self._is_going_on(mine):
             self._control.renew()
-        mine = going_on or self._control.last.get("out")
-        if everything or (mine is not None and self._tokens.holds(request.headers, _name(mine))):
-            return JSONResponse(await self._work(self._control.status))
-        return JSONResponse({"state": self._control.state})
+        if mine is None and not everything:
+            return JSONResponse({"state": self._control.state})
+        return JSONResponse(await self._work(lambda: self._told(mine)))
 
     async def start(self, request: Request) -> JSONResponse:
         """Begin to record."""
@@ -93,17 +92,15 @@ class Routes:
     async def finish(self, request: Request) -> JSONResponse:
         """End the recording that is going on, if it is that of whoever asks, and say how it went."""
         everything = self._keys.may_do_all(request.headers)
-        headers = request.headers
+        mine = self._tokens.name(request.headers)
+        if mine is None and not everything:
+            raise DeniedError("only whoever started a recording may end it, by its token", 403)
 
         def end(body: FinishBody) -> dict[str, Any]:
             going_on = self._control.recording_into
-            if everything or (going_on is not None and self._tokens.holds(headers, _name(going_on))):
+            if going_on is not None and mine in (None, _name(going_on)):
                 self._control.finish(body.settings.said(), body.stopped, only=going_on)
-            mine = next((out for out in self._control.outcomes if self._tokens.holds(headers, _name(out))), None)
-            if mine is None and not everything:
-                raise DeniedError("only whoever started a recording may end it, by its token", 403)
-            status = self._control.status()
-            return status | {"last": self._control.outcomes[mine]} if mine is not None else status
+            return self._told(mine)
 
         return JSONResponse(await self._with_body(request, FinishBody, end))
 
@@ -127,13 +124,25 @@ class Routes:
             raise RecordingError(f"{name} cannot be removed: {reason(error)}") from error
         return JSONResponse({"state": self._control.state})
 
+    def _is_going_on(self, name: str) -> bool:
+        place = self._control.recording_into
+        return place is not None and _name(place) == name
+
+    def _told(self, mine: str | None) -> dict[str, Any]:
+        """The status, to whoever recorded `mine`: what others record meanwhile is none of theirs."""
+        status = self._control.status()
+        if mine is None or self._is_going_on(mine):
+            return status
+        ended = [one for out, one in self._control.outcomes.items() if _name(out) == mine]
+        return {"state": "ready", "out": None, "last": ended[-1] if ended else {}, "server": status["server"]}
+
     async def _sent(self, blocks: Iterator[bytes]) -> AsyncIterator[bytes]:
         while (block := await self._work(lambda: next(blocks, None))) is not None:
             yield block
 
     async def _trace(self, request: Request, name: str) -> Path:
         """The finished trace `name`, if whoever asks may have it; who may not is not told that it is there."""
-        if not self._keys.may_do_all(request.headers) and not self._tokens.holds(request.headers, name):
+        if not self._keys.may_do_all(request.headers) and self._tokens.name(request.headers) != name:
             raise TraceNotFoundError(NO_TRACE)
         path: Path = await self._work(lambda: self._find(name))
         return path

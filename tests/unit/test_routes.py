@@ -187,10 +187,13 @@ def test_the_token_opens_the_recording_that_was_started_with_it_and_no_other(arm
     ended = armed.ask("POST", "/finish", token=first["token"], body={})
     assert ended.json()["last"]["out"] == first["out"]
     # somebody else's recording is neither seen nor ended by it, and the outcome of its own is still told
+    renewed = armed.recorder.renewed
     second = armed.ask("POST", "/start", body={"named": OWN}).json()
-    assert armed.ask("GET", "", token=first["token"]).json() == {"state": "recording"}
+    assert armed.ask("GET", "", token=first["token"]).json()["state"] == "ready"
+    assert second["out"] not in armed.ask("GET", "", token=first["token"]).text
     assert armed.ask("POST", "/finish", token=first["token"], body={}).json()["last"]["out"] == first["out"]
     assert armed.recorder.recording_into == second["out"]
+    assert armed.recorder.renewed == renewed
     assert armed.ask("GET", "/traces/theirs.trace", token=first["token"]).status_code == 404
     assert armed.ask("GET", f"/traces/{name}", token=second["token"]).status_code == 404
     assert armed.ask("GET", f"/traces/{name}", token=first["token"]).status_code == 200
