@@ -26,6 +26,8 @@ from eagle_trace.errors import HostError, UsageError
 #: JSON that is nested deeper than this is nobody's answer
 DEEPEST = 32
 ERROR_BYTES = 64 << 10
+#: longer than anybody waits, and as long as a socket can
+LONGEST_SECONDS = 1e6
 
 
 class Deadline:
@@ -42,7 +44,7 @@ class Deadline:
         self._end = time.monotonic() + seconds
         self._sockets: list[socket.socket] = []
         self._lock = threading.Lock()
-        self._timer = threading.Timer(min(seconds, threading.TIMEOUT_MAX), self._cut)
+        self._timer = threading.Timer(seconds, self._cut)
         self._timer.daemon = True
 
     def __enter__(self) -> Deadline:
@@ -97,6 +99,18 @@ def check_address(url: str) -> str:
     return url.rstrip("/")
 
 
+def check_key(key: str | None) -> str | None:
+    """`key` without the line end that a file leaves behind it, if it can be sent.
+
+    Raises:
+        UsageError: it cannot; the message does not show it.
+    """
+    key = (key or "").strip() or None
+    if key is not None and not (key.isascii() and key.isprintable() and " " not in key):
+        raise UsageError("the API key that was given holds a character that no key has: is it quoted as it should be?")
+    return key
+
+
 @contextlib.contextmanager
 def exchange(
     method: str, url: str, path: str, body: Any, headers: Mapping[str, str], seconds: float
@@ -108,6 +122,7 @@ def exchange(
         HostError: nobody answers there, not in time, or not to the end.
     """
     data = None if body is None else json.dumps(body).encode()
+    seconds = min(seconds, LONGEST_SECONDS)
     with Deadline(seconds) as deadline:
         try:
             request = urllib.request.Request(url + path, data, dict(headers), method=method)

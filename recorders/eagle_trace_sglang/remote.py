@@ -22,7 +22,7 @@ from eagle_trace.prompts import Prompt, check_tokens
 from eagle_trace.reader import open_trace
 from eagle_trace_sglang.answers import Ended, Told, understood
 from eagle_trace_sglang.archive import ArchiveError, unpack
-from eagle_trace_sglang.exchange import ERROR_BYTES, check_address, exchange, parse_json, quoted, read_json
+from eagle_trace_sglang.exchange import ERROR_BYTES, check_address, check_key, exchange, parse_json, quoted, read_json
 from eagle_trace_sglang.requests import Request, speculation
 
 #: how long a server may take to say what it is doing, and to write a seal
@@ -64,6 +64,8 @@ class Remote:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "url", check_address(self.url))
+        object.__setattr__(self, "api_key", check_key(self.api_key))
+        object.__setattr__(self, "admin_api_key", check_key(self.admin_api_key))
 
     def status(self) -> Told:
         """What its recorder is doing.

@@ -314,6 +314,19 @@ def test_only_the_address_of_a_server_is_taken(url: str, here: Path) -> None:
         record(url, here)
 
 
+@pytest.mark.parametrize("key", ["sec\nret", "sec\x1bret", "s\u00e9cret", "sec ret", "secret\u2028x"])
+def test_a_key_that_cannot_be_sent_is_not_shown(key: str, here: Path) -> None:
+    with pytest.raises(UsageError, match="no key has") as refused:
+        record("http://127.0.0.1:9", here, api_key=key)
+    assert "ret" not in str(refused.value)
+
+
+def test_a_key_from_a_file_may_end_its_line(good: Path, here: Path) -> None:
+    with serving(good_answers(good)) as (url, asked):
+        attach(url=url, prompts=here / "p.jsonl", out=here / "s.trace", api_key="user\n", timeout=float("inf"))
+    assert {headers["authorization"] for _, headers, _ in asked} == {"Bearer user"}
+
+
 def test_the_command_line_says_it_in_one_sentence_with_status_2_and_keeps_no_key(
     good: Path, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
