@@ -78,6 +78,7 @@ def unpack(stream: BinaryIO, folder: Path, *, max_bytes: int, max_files: int) ->
 
     Raises:
         ArchiveError: it is not a whole trace, or more than it may be, or cannot be written.
+        TimeoutError: the stream's own.
     """
     files = 0
     while (header := _exactly(stream, _RECORD)) != _END[:_RECORD]:
@@ -115,6 +116,8 @@ def _take(stream: BinaryIO, folder: Path, name: str, size: int) -> None:
 def _writing(name: str) -> Iterator[None]:
     try:
         yield
+    except TimeoutError:
+        raise
     except FileExistsError:
         raise ArchiveError(f"it sends {name} twice") from None
     except OSError as error:
@@ -145,6 +148,8 @@ def _parse(header: bytes) -> tuple[str, int, bytes]:
 def _exactly(stream: BinaryIO, size: int) -> bytes:
     try:
         data = stream.read(size) if size else b""
+    except TimeoutError:
+        raise
     except (OSError, HTTPException, ValueError) as error:
         raise ArchiveError(f"it broke off: {reason(error)}") from error
     if len(data) != size:
