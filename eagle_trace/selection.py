@@ -159,7 +159,8 @@ def select_prompts(count: int, selection: Selection) -> Sequence[int]:
     """Numbers of the prompts that are kept, of `count`."""
     if not selection.prompts:
         return range(count)
-    return np.flatnonzero(np.searchsorted(_borders(selection.prompts), np.arange(count), side="right") % 2).tolist()
+    inside = np.searchsorted(_borders(selection.prompts), np.arange(count), side="right") % 2
+    return [int(number) for number in np.flatnonzero(inside)]
 
 
 def parse_bytes(text: str) -> int:

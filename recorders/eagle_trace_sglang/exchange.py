@@ -167,11 +167,11 @@ def _opener(deadline: Deadline) -> urllib.request.OpenerDirector:
 
     class Plain(urllib.request.HTTPHandler):
         def http_open(self, request: urllib.request.Request) -> Any:
-            return self.do_open(timed(HTTPConnection), request)  # type: ignore[arg-type]
+            return self.do_open(timed(HTTPConnection), request)
 
     class Secure(urllib.request.HTTPSHandler):
         def https_open(self, request: urllib.request.Request) -> Any:
-            return self.do_open(timed(HTTPSConnection), request)  # type: ignore[arg-type]
+            return self.do_open(timed(HTTPSConnection), request)
 
     opener = urllib.request.OpenerDirector()
     for handler in (

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import math
+import os
 import tarfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from eagle_trace.errors import UsageError
+from eagle_trace.errors import RecordingError, UsageError
 from eagle_trace.manifest import OPEN_SEAL, SEAL
 from eagle_trace_sglang.orders import Order
 from tests.support.sglang_auth import sglang_auth
@@ -89,6 +92,7 @@ class Armed:
         add_routes(app, self.recorder, str(folder), Keys(api, admin, opt_in), 4 * GB)  # type: ignore[arg-type]
         if api or admin:
             auth.add_api_key_middleware(app, api_key=api, admin_api_key=admin)
+        self.app = app
         self.client = TestClient(app, raise_server_exceptions=False)
 
     def ask(self, method: str, path: str, key: str | None = None, token: str | None = None, body: Any = None) -> Any:
@@ -364,6 +368,43 @@ def test_a_file_that_shrinks_while_it_is_sent_breaks_the_answer(arm: Arm, monkey
     monkeypatch.setattr(archive, "trace_files", lambda _path: {SEAL: 5000})
     with pytest.raises(OSError, match="changed while it was sent"):
         b"".join(archive.pack(armed.folder / "theirs.trace")[1])
+
+
+def test_a_download_that_breaks_on_the_server_does_not_end_like_a_regular_one(
+    arm: Arm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over a real connection: the server's file turns out shorter than it was when the answer began."""
+    uvicorn = pytest.importorskip("uvicorn")
+    from eagle_trace_sglang import archive, routes
+    from eagle_trace_sglang.answers import Ended
+    from eagle_trace_sglang.remote import Remote
+
+    armed = arm("user")
+    part = armed.folder / "theirs.trace" / "topk.parquet" / "rank0-00000.parquet"
+    part.parent.mkdir()
+    part.write_bytes(bytes(3 << 20))
+
+    def truncated(path: Path) -> Any:
+        length, blocks = archive.pack(path)
+        header, first = next(blocks), next(blocks)
+        os.truncate(part, 1 << 20)
+        return length, itertools.chain([header, first], blocks)
+
+    monkeypatch.setattr(routes, "pack", truncated)
+    server = uvicorn.Server(uvicorn.Config(armed.app, port=0, log_level="critical", lifespan="off"))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        while not server.started:
+            time.sleep(0.01)
+        port = server.servers[0].sockets[0].getsockname()[1]
+        remote = Remote(f"http://127.0.0.1:{port}", "user")
+        with pytest.raises(RecordingError, match=r"fetching theirs.trace .*broke off.*still there"):
+            remote.fetch("theirs.trace", Ended(bytes=4 << 20, files=2), tmp_path)
+    finally:
+        server.should_exit = True
+        thread.join()
+    assert part.exists()
 
 
 def test_a_prompt_may_not_have_two_numbers_and_no_number_is_endless() -> None:
