@@ -19,6 +19,8 @@ SEAL = "manifest.json"
 OPEN_SEAL = "manifest.partial.json"
 
 _ATTEMPTS = 10
+#: options that are followed by what nobody else may know (``--api-key``, ``--hf-token``, ``--ssl-keyfile-password``)
+_SECRET = re.compile(r"--?(?:.*[-_.])?(?:key|token|password|passwd|secret)", re.IGNORECASE)
 
 Side = Literal["train", "serve"]
 
@@ -196,6 +198,18 @@ def spokesman(manifests: Sequence[Manifest]) -> Manifest:
         stopped=first.stopped or next(iter(stopped), None),
         prompts_digest=first.prompts_digest if alone else "",
     )
+
+
+def without_secrets(argv: Sequence[str]) -> list[str]:
+    """A command line as a manifest may hold it: what follows an option such as ``--api-key`` is left out."""
+    words: list[str] = []
+    hidden = False
+    for word in argv:
+        name, equals, _ = word.partition("=")
+        secret = _SECRET.fullmatch(name) is not None
+        words.append("***" if hidden else f"{name}=***" if secret and equals else word)
+        hidden = secret and not equals
+    return words
 
 
 def _text(value: Any) -> bool:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from eagle_trace.errors import UsageError
 from eagle_trace.prompts import LateKeys
+from eagle_trace.writer import DP_STRIDE
 
 #: SGLang's own probes; they are no request of anybody
 OWN_REQUESTS = ("HEALTH_CHECK",)
@@ -18,6 +19,8 @@ LONGEST_ID = 1024
 LONGEST_PATTERN = 256
 #: what a pattern of request ids holds only where somebody meant a regular expression
 _REGULAR = frozenset("^$()[]{}|\\")
+#: how many prompts a trace can number
+MOST_REQUESTS = DP_STRIDE
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,11 @@ class Admission:
             raise UsageError(f"the share of requests to sample must be above 0 and at most 1, not {self.sample}")
         if self.requests is not None and self.requests < 1:
             raise UsageError(f"the number of requests to record must be 1 or more, not {self.requests}")
+        if self.requests is not None and self.requests > MOST_REQUESTS:
+            raise UsageError(f"a trace numbers its prompts up to {MOST_REQUESTS}: ask for that many requests at most")
+        numbers = [number for number, _ in (self.named or {}).values()]
+        if len(set(numbers)) != len(numbers) or not all(0 <= number < MOST_REQUESTS for number in numbers):
+            raise UsageError(f"each request that is named needs a number of its own, from 0 to {MOST_REQUESTS - 1}")
 
     def wants(self, rid: str) -> bool:
         """Whether request `rid` is one to record."""

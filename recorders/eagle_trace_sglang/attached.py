@@ -20,7 +20,7 @@ from eagle_trace.selection import Selection, parse_bytes
 from eagle_trace_sglang.admission import DEFAULT_REQUESTS, Admission
 from eagle_trace_sglang.control import Control, next_place
 from eagle_trace_sglang.orders import Order
-from eagle_trace_sglang.plugin import OUT, PREFIX
+from eagle_trace_sglang.plugin import OUT, PREFIX, RECORD_OTHERS
 
 #: what the variables may say beside OUT
 ASKED = (
@@ -36,7 +36,9 @@ ASKED = (
     "KEEP_CUDA_GRAPHS",
     "MAX_WAIT",
 )
-VARIABLES = (OUT, *(PREFIX + name for name in ASKED))
+VARIABLES = (OUT, RECORD_OTHERS, *(PREFIX + name for name in ASKED))
+#: bytes of one recording that is started over HTTP, unless `EAGLE_TRACE_MAX_BYTES` says
+CEILING = 4 * 10**9
 HTTP_SERVER = "sglang.srt.entrypoints.http_server"
 
 #: how long the first request of an Engine waits for the recorder
@@ -65,12 +67,14 @@ def arm() -> None:
     _control = Control(_max_wait(os.environ))
     os.environ.update(_control.environment)
 
-    def serving(*_args: Any, **_kwargs: Any) -> None:
+    def serving(server_args: Any, *_args: Any, **_kwargs: Any) -> None:
         from sglang.srt.entrypoints.http_server import app
 
+        from eagle_trace_sglang.access import keys_of
         from eagle_trace_sglang.routes import add_routes
 
-        add_routes(app, _require(), os.environ[OUT])
+        keys = keys_of(server_args, record_others=_is_on(os.environ.get(RECORD_OTHERS, "")))
+        add_routes(app, _require(), os.environ[OUT], keys, ceiling_of(os.environ))
 
     waiting = [] if order is None else [order]
 
@@ -131,9 +135,10 @@ def order_of(environment: Mapping[str, str]) -> Order | None:
         level=given.get("LEVEL", "values"),
         max_bytes=parse_bytes(budget) if budget else None,
         selection=Selection.parse(sites=given.get("SITES"), roots=given.get("ROOTS"), steps=given.get("STEPS")),
-        keep_cuda_graphs=given.get("KEEP_CUDA_GRAPHS", "") not in ("", "0"),
+        keep_cuda_graphs=_is_on(given.get("KEEP_CUDA_GRAPHS", "")),
         seconds=_number(given, "SECONDS", float, 0.0) or None,
         max_wait=parse_wait(given["MAX_WAIT"], f"{PREFIX}MAX_WAIT") if "MAX_WAIT" in given else None,
+        keep_empty=False,
     )
     return order if requests else None
 
@@ -143,6 +148,18 @@ def _max_wait(environment: Mapping[str, str]) -> float:
     with contextlib.suppress(UsageError):
         return parse_wait(environment.get(f"{PREFIX}MAX_WAIT", ""), f"{PREFIX}MAX_WAIT")
     return MAX_WAIT
+
+
+def ceiling_of(environment: Mapping[str, str]) -> int:
+    """Bytes that are kept of one recording that is started over HTTP."""
+    try:
+        return parse_bytes(environment.get(PREFIX + "MAX_BYTES") or str(CEILING))
+    except UsageError:  # said when the server was armed
+        return CEILING
+
+
+def _is_on(value: str) -> bool:
+    return value not in ("", "0")
 
 
 def _number(given: Mapping[str, str], name: str, kind: Any, default: Any) -> Any:

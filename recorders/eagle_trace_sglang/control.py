@@ -15,23 +15,20 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from datetime import UTC, datetime
+from dataclasses import replace
 from functools import partial
-from multiprocessing.connection import Connection, wait
-from pathlib import Path
+from multiprocessing.connection import wait
 from typing import Any
 
-from eagle_trace.checkpoints import checkpoint_facts, read_config
-from eagle_trace.errors import CheckpointError, HostError, RecordingError, UsageError
-from eagle_trace.manifest import Manifest
+from eagle_trace.errors import HostError, RecordingError, UsageError
 from eagle_trace.patience import FOLDER_SECONDS, MAX_WAIT, within
-from eagle_trace.store import as_place, join
-from eagle_trace.writer import prepare_output
-from eagle_trace_sglang.deployment import ONE_REPLICA
+from eagle_trace.store import as_place, join, open_store, reason
+from eagle_trace.writer import prepare_output, remove_empty
+from eagle_trace_sglang.described import server_manifest
 from eagle_trace_sglang.orders import Order
 from eagle_trace_sglang.plugin import SESSION
-from eagle_trace_sglang.session import Message, Outbox, Session, packed
+from eagle_trace_sglang.runs import Rank, Run, checked
+from eagle_trace_sglang.session import Message, Session, packed
 
 #: how long after SGLang is ready its recorders may take to report; they do so before that, unless they never loaded
 ARM_SECONDS = 10.0
@@ -43,41 +40,14 @@ CLOSE_SECONDS = 5.0
 #: how long a recorder may take to say what it has counted, before what it said last is told again
 COUNT_SECONDS = 0.5
 WATCH_SECONDS = 0.2
+REMOVE_SECONDS = 2.0
+#: recordings of which it is still known how they ended
+MOST_OUTCOMES = 64
 
 logger = logging.getLogger(__name__)
 
 #: what a client may know of the server
 _TOLD = ("target", "draft", "steps", "topk", "draft_tokens", "vocab_size", "context_length")
-
-
-class _Rank:
-    """The recorder in one scheduler process."""
-
-    def __init__(self, connection: Connection) -> None:
-        self.connection = connection
-        self.outbox = Outbox(connection)
-        self.facts: dict[str, Any] = {}
-        #: what it said of the recording that is going on
-        self.said: dict[str, tuple[Any, ...]] = {}
-        #: it was asked for its counts and has not answered yet
-        self.asked = False
-        self.alive = True
-
-    @property
-    def ended(self) -> bool:
-        """Whether it does nothing more for the recording that is going on."""
-        return "sealed" in self.said or "failed" in self.said
-
-
-@dataclass
-class _Run:
-    """One recording: what was ordered, and what came of it (None as long as it goes on)."""
-
-    number: int
-    order: Order
-    outcome: dict[str, Any] | None = None
-    #: the recorders were told to end it
-    called_off: bool = False
 
 
 class Control:
@@ -93,11 +63,13 @@ class Control:
     def __init__(self, max_wait: float = MAX_WAIT) -> None:
         self._max_wait = max_wait
         self._session = Session(SESSION)
-        self._ranks: list[_Rank] = []
+        self._ranks: list[Rank] = []
         self._changed = threading.Condition()
         self._numbers = itertools.count(1)
-        self._run: _Run | None = None
+        self._run: Run | None = None
         self._last: dict[str, Any] = {}
+        self._removing: threading.Thread | None = None
+        self._outcomes: dict[str, dict[str, Any]] = {}
         self._closing = False
         self._closed = threading.Event()
         self._renewed = 0.0
@@ -123,6 +95,7 @@ class Control:
         except (RecordingError, UsageError) as error:
             logger.error("eagle-trace: %s", error)  # noqa: TRY400 (a sentence, not a bug)
         finally:
+            self._wait_until_removed()
             self._closed.set()
             self._session.close()
 
@@ -153,9 +126,9 @@ class Control:
         self._refuse_second()
         facts = self.wait_until_armed()
         order = order if order.max_wait is not None else replace(order, max_wait=self._max_wait)
-        manifest = _manifest(order, facts[0])
-        run = _Run(next(self._numbers), order)
-        begin = _checked(("begin", run.number, order, manifest), manifest.to_bytes)
+        manifest = server_manifest(order, facts[0])
+        run = Run(next(self._numbers), order)
+        begin = checked(("begin", run.number, order, manifest), manifest.to_bytes)
         with self._changed:
             self._refuse_second()
             if not all(rank.alive for rank in self._ranks):
@@ -190,8 +163,34 @@ class Control:
         """Somebody waits for the recording that is going on."""
         self._renewed = time.monotonic()
 
+    @property
+    def state(self) -> str:
+        """``starting``, ``ready`` or ``recording``; asks nobody."""
+        return "recording" if self._run is not None else "ready" if self._armed() else "starting"
+
+    @property
+    def recording_into(self) -> str | None:
+        """Place of the recording that is going on."""
+        run = self._run
+        return run.order.out if run is not None else None
+
+    @property
+    def last(self) -> dict[str, Any]:
+        """How the last recording ended."""
+        return self._last
+
+    @property
+    def outcomes(self) -> dict[str, dict[str, Any]]:
+        """How the last recordings ended, by place, the newest last."""
+        with self._changed:
+            return dict(self._outcomes)
+
     def finish(
-        self, settings: dict[str, Any] | None = None, stopped: str | None = None, seconds: float = SEAL_SECONDS
+        self,
+        settings: dict[str, Any] | None = None,
+        stopped: str | None = None,
+        seconds: float = SEAL_SECONDS,
+        only: str | None = None,
     ) -> str | None:
         """End the recording that is going on, and return the trace's place; None if nothing was.
 
@@ -199,19 +198,21 @@ class Control:
             settings: added to the manifest's.
             stopped: why it ends before its requests did; noted only if some did not.
             seconds: how long to wait for the seal; then the recording is given up.
+            only: end nothing but the recording into this place.
 
         Raises:
             UsageError: `settings` cannot be written down; the recording goes on.
             RecordingError: a recorder failed, or is not done in time.
         """
         run = self._run
-        if run is None:
+        if run is None or only not in (None, run.order.out):
             return None
         given = settings or {}
-        self._tell(_checked(("finish", run.number, given, stopped), partial(json.dumps, given)))
+        self._tell(checked(("finish", run.number, given, stopped), partial(json.dumps, given)))
         run.called_off = True
         if not self._wait(lambda: run.outcome is not None, seconds):
             self._give_up(run, RecordingError(f"{run.order.out} was not sealed within {seconds:g} s"))
+        self._wait_until_removed()
         self._raise_failure(run.outcome)
         return run.order.out
 
@@ -220,14 +221,14 @@ class Control:
         run, last = self._run, self._last
         facts = self._ranks[0].facts if self._armed() else {}
         return {
-            "state": "recording" if run is not None else "ready" if facts else "starting",
+            "state": self.state,
             "out": run.order.out if run is not None else None,
             **(self._counts(run) if run is not None else {}),
             "last": last,
             "server": {name: facts[name] for name in _TOLD if name in facts},
         }
 
-    def _counts(self, run: _Run) -> dict[str, int]:
+    def _counts(self, run: Run) -> dict[str, int]:
         """What the first rank has counted; a recorder that does not answer at once said this last."""
         rank = self._ranks[0]
         before = rank.said.get("counts")
@@ -251,7 +252,12 @@ class Control:
         """Wait until no recording is going on; False if one still is after so many seconds."""
         return self._wait(lambda: self._run is None, seconds)
 
-    def _watch(self, run: _Run) -> None:
+    def _wait_until_removed(self) -> None:
+        """Wait for the removal of a trace without rows, but not for a disk that hangs."""
+        if self._removing is not None:
+            self._removing.join(REMOVE_SECONDS)
+
+    def _watch(self, run: Run) -> None:
         """End a recording whose time is up, or whose client went away."""
         started = time.monotonic()
         why = None
@@ -266,15 +272,24 @@ class Control:
         with contextlib.suppress(RecordingError):  # kept in the status
             self.finish(stopped=why)
 
-    def _give_up(self, run: _Run, error: BaseException) -> None:
+    def _give_up(self, run: Run, error: BaseException) -> None:
         """End a recording that does not begin or end as it should: the next one may be tried."""
         self._tell(packed(("finish", run.number, {}, "it was given up")))
         with self._changed:
             if run.outcome is None:
                 self._close_run(run, {"outcome": "failed", "why": str(error) or type(error).__name__, "detail": ""})
 
-    def _close_run(self, run: _Run, outcome: dict[str, Any]) -> None:
-        run.outcome = self._last = {"out": run.order.out, **outcome}
+    def _close_run(self, run: Run, outcome: dict[str, Any]) -> None:
+        run.outcome = self._last = self._outcomes[run.order.out] = {"out": run.order.out, **outcome}
+        for old in list(self._outcomes)[:-MOST_OUTCOMES]:
+            del self._outcomes[old]
+        if not run.order.keep_empty and outcome.get("rows") == 0:
+            run.outcome["removed"] = "no row was recorded, so nothing is kept"
+            # not here: a disk that hangs must not keep anybody from being heard
+            self._removing = threading.Thread(
+                target=_remove, args=(run.order.out,), name="eagle-trace-remove", daemon=True
+            )
+            self._removing.start()
         if self._run is run:
             self._run = None
         self._changed.notify_all()
@@ -289,7 +304,7 @@ class Control:
                 ready: list[Any] = wait(sources, timeout=0.5)
                 if self._session in ready:
                     ready.remove(self._session)
-                    self._ranks.append(_Rank(self._session.accept()[1]))
+                    self._ranks.append(Rank(self._session.accept()[1]))
             except (OSError, ValueError):
                 return  # closed under our hands
             for source in ready:
@@ -301,7 +316,7 @@ class Control:
                     message = ("failed", None, "the scheduler process ended", "")
                 self._take(rank, message)
 
-    def _take(self, rank: _Rank, message: Message) -> None:
+    def _take(self, rank: Rank, message: Message) -> None:
         name, *arguments = message
         with self._changed:
             if name == "armed":
@@ -315,7 +330,7 @@ class Control:
                 self._settle(run)
             self._changed.notify_all()
 
-    def _settle(self, run: _Run) -> None:
+    def _settle(self, run: Run) -> None:
         """End a recording that has ended on every rank; one that has ended on some ends on the others, too."""
         if not any(rank.ended for rank in self._ranks):
             return
@@ -328,8 +343,10 @@ class Control:
         if failures:
             self._close_run(run, {"outcome": "failed", "why": failures[0][0], "detail": failures[0][1]})
         elif all(rank.ended for rank in self._ranks):
-            counts = self._ranks[0].said["sealed"][0]
-            self._close_run(run, {"outcome": "sealed", **counts, **({"stopped": stopped} if stopped else {})})
+            sealed = [rank.said["sealed"][0] for rank in self._ranks]
+            # every rank writes files of its own
+            written = {name: sum(one.get(name, 0) for one in sealed) for name in ("bytes", "files")}
+            self._close_run(run, {"outcome": "sealed", **sealed[0], **written, "stopped": stopped})
 
     def _armed(self) -> bool:
         facts = [rank.facts for rank in self._ranks if rank.facts]
@@ -349,60 +366,13 @@ class Control:
             return self._changed.wait_for(condition, seconds)
 
 
-def _checked(message: Message, written: Callable[[], object]) -> bytes:
-    """A message as it is sent, once it is known that its manifest can be `written`.
-
-    Raises:
-        UsageError: it cannot, or it cannot be sent.
-    """
+def _remove(place: str) -> None:
+    """Take away a trace in which nothing is."""
     try:
-        written()
-    except (RecursionError, TypeError, ValueError) as error:
-        raise UsageError(
-            f"what was asked for cannot be written into a manifest ({type(error).__name__}): "
-            "are its settings nested too deeply?"
-        ) from error
-    return packed(message)
-
-
-def _manifest(order: Order, facts: dict[str, Any]) -> Manifest:
-    """What a trace of this server says of itself."""
-    if facts["replicas"] != 1:
-        raise UsageError(ONE_REPLICA)
-    manifest = Manifest("serve", order.level, "sglang", packages=dict(facts["packages"]))
-    manifest.target, manifest.draft = _checkpoint(facts["target"]), _checkpoint(facts["draft"])
-    manifest.dtype, manifest.device = facts["dtype"], facts["device"]
-    manifest.draft |= {name: facts[name] for name in ("architecture", "dropped_keys")}
-    manifest.created = datetime.now(UTC).isoformat(timespec="seconds")
-    manifest.argv, manifest.changes = list(order.argv), list(order.changes)
-    manifest.settings = {name: facts[name] for name in ("algorithm", "steps", "topk", "draft_tokens")}
-    manifest.settings |= {"prefix_cache": facts["prefix_cache"], **order.settings}
-    if left_out := order.selection.to_dict():
-        manifest.settings["selection"] = left_out
-    if facts["dropped_keys"]:
-        manifest.warnings.append(f"SGLang dropped from the draft's checkpoint: {', '.join(facts['dropped_keys'])}")
-    for site in ("logits", "topk.draft_id", "topk.target_id"):
-        why = "SGLang computes logits for the last row of a prefill only"
-        manifest.not_materialised.append({"site": site, "rows": "prefill", "why": why})
-    for site in facts["partial_sums"]:
-        why = "SGLang leaves this sum unfinished on each rank and completes it in a later kernel"
-        manifest.not_materialised.append({"site": site, "rows": "all", "why": why})
-    manifest.warnings += facts["warnings"]
-    if facts["fused_mlp"]:
-        why = "SGLang runs gate, up and activation in one kernel on this GPU"
-        manifest.not_materialised += [
-            {"site": f"layer.0.mlp.{name}", "rows": "all", "why": why} for name in ("gate", "up", "act")
-        ]
-    return manifest
-
-
-def _checkpoint(path: str) -> dict[str, Any]:
-    """Facts of a checkpoint; of one that is no folder here (a name on a hub) its name."""
-    folder = Path(path)
-    try:
-        return checkpoint_facts(folder, read_config(folder))
-    except CheckpointError:
-        return {"path": path}
+        open_store(as_place(place)).clear()
+        remove_empty(as_place(place))
+    except (OSError, UsageError) as error:
+        logger.error("eagle-trace: %s holds no row and could not be removed: %s", place, reason(error))  # noqa: TRY400
 
 
 def next_place(folder: str) -> str:

@@ -31,6 +31,7 @@ class Order:
         settings: what else the manifest should say was asked for.
         changes: what was changed about the server to record it, one sentence each.
         argv: command line, for the manifest.
+        keep_empty: keep a trace in which there is no row; otherwise it is removed when the recording ends.
     """
 
     out: str
@@ -46,13 +47,14 @@ class Order:
     settings: Mapping[str, Any] = field(default_factory=dict)
     changes: tuple[str, ...] = ()
     argv: tuple[str, ...] = ()
+    keep_empty: bool = True
 
     def __post_init__(self) -> None:
         if self.level not in LEVELS:
             raise UsageError(f"level must be one of {', '.join(LEVELS)}, not {self.level!r}")
         if self.max_bytes is not None and self.max_bytes < 1:
             raise UsageError(f"the byte budget must be positive, not {self.max_bytes}")
-        if self.seconds is not None and not self.seconds > 0:
-            raise UsageError(f"the time limit must be positive, not {self.seconds} seconds")
+        if self.seconds is not None and not 0 < self.seconds < float("inf"):
+            raise UsageError(f"the time limit must be a positive number of seconds, not {self.seconds}")
         if self.max_wait is not None:
             check_wait(self.max_wait)

@@ -295,8 +295,7 @@ class ServeRecorder:
         except Exception as error:  # noqa: BLE001 (reported, never raised into the host)
             self._say("failed", active.number, *_words(error))
         else:
-            why = active.recording.writer.manifest.stopped
-            self._say("sealed", active.number, active.recording.counts | ({"stopped": why} if why else {}))
+            self._say("sealed", active.number, active.recording.outcome)
 
     def _fail(self, active: _Active, error: BaseException) -> None:
         if self._claim(active):

@@ -60,6 +60,7 @@ class Recording:
         self.order = order
         self.writer = writer
         self.calls = 0
+        self.rows = 0
         self._shard_of = cache(lambda site: shard_of(site, model))
         self._target_width = target_width
         self._hot_token_id = hot_token_id
@@ -95,8 +96,17 @@ class Recording:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Requests taken and ended, and forwards recorded so far."""
-        return {"requests": len(self._admitted.ids), "ended": len(self._admitted.ended), "calls": self.calls}
+        """Requests taken and ended, forwards and draft rows recorded so far."""
+        admitted = self._admitted
+        counts = {"requests": len(admitted.ids), "ended": len(admitted.ended)}
+        return counts | {"calls": self.calls, "rows": self.rows}
+
+    @property
+    def outcome(self) -> dict[str, Any]:
+        """The counts of a sealed recording, what this rank wrote of it, and why it ended early."""
+        manifest = self.writer.manifest
+        written = sum(facts["bytes"] for facts in manifest.files.values()) + len(manifest.to_bytes())
+        return self.counts | {"bytes": written, "files": len(manifest.files) + 1, "stopped": manifest.stopped}
 
     def _new_prompt(self, rid: str, request: Any) -> dict[str, Any]:
         """What is known of a request before it is computed; nothing here changes while it is."""
@@ -201,6 +211,7 @@ class Recording:
             raise writer.failure
         facts, rows = call.facts, call.rows
         writer.put_rows(rows)
+        self.rows += len(rows)
         fused = call.captures.get("fused")
         if isinstance(fused, np.ndarray):
             for name, columns in fused_slices(fused.shape[-1], self._target_width):
@@ -296,7 +307,8 @@ class Recording:
         for row in rows:
             self.writer.put_record("prompts", row)
         manifest.prompts_digest = prompts_digest([row["prompt_key"] for row in rows])
-        manifest.settings |= settings
+        # what is known of the server stands
+        manifest.settings = {**settings, **manifest.settings}
         self._note_what_is_missing(rows)
         self.writer.seal(manifest.stopped or stopped)
 

@@ -10,15 +10,14 @@ from __future__ import annotations
 import os
 import pickle
 import secrets
-import tempfile
 import threading
 from collections import deque
 from multiprocessing.connection import Client, Connection, Listener
 from multiprocessing.reduction import ForkingPickler
-from pathlib import Path
 from typing import Any
 
 from eagle_trace.errors import UsageError
+from eagle_trace_sglang.folders import OwnFolder
 
 Message = tuple[Any, ...]
 
@@ -83,8 +82,8 @@ class Session:
 
     def __init__(self, variable: str) -> None:
         self._variable = variable
-        self._folder = tempfile.TemporaryDirectory(prefix="eagle-trace-")
-        self.folder = Path(self._folder.name)
+        self._folder = OwnFolder()
+        self.folder = self._folder.path
         self._key = secrets.token_bytes(16)
         self._listener = Listener(str(self.folder / "socket"), family="AF_UNIX", authkey=self._key)
         # accept() is only called when the socket is readable, so that a host that never connects can be noticed
