@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from multiprocessing import AuthenticationError
 from multiprocessing.connection import wait
 from typing import Any
 
@@ -304,7 +305,8 @@ class Control:
                 ready: list[Any] = wait(sources, timeout=0.5)
                 if self._session in ready:
                     ready.remove(self._session)
-                    self._ranks.append(Rank(self._session.accept()[1]))
+                    with contextlib.suppress(AuthenticationError, EOFError):  # somebody, but no recorder of ours
+                        self._ranks.append(Rank(self._session.accept()[1]))
             except (OSError, ValueError):
                 return  # closed under our hands
             for source in ready:
