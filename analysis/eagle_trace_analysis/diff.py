@@ -151,8 +151,8 @@ class _Comparison:
     def _nothing_in_common(self) -> str | None:
         alignment = self.alignment
         if not alignment.prompt_keys:
-            keys = [list(trace.prompts["prompt_key"]) for trace in (self.train, self.serve)]
-            return f"no prompt in common: {_both(*keys, 'prompt keys')}{self._ended_early()}"
+            train, serve = (list(trace.prompts["prompt_key"]) for trace in (self.train, self.serve))
+            return f"no prompt in common: {_both(train, serve, 'prompt keys')}{self._ended_early()}"
         if not len(alignment.rows):
             rows = _both(_extent(self.train), _extent(self.serve), "rows")
             return f"no row in common: {rows}{self._ended_early()}"
