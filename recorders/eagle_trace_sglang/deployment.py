@@ -40,7 +40,7 @@ def _number(extra: Sequence[str], names: Sequence[str]) -> int:
         name, _, value = word.partition("=")
         if not value:
             value = "".join(words[at + 1 : at + 2])
-        if name in names and value.isdecimal():
+        if name in names and value.isascii() and value.isdecimal() and len(value) < 10:
             found = int(value)
     return found
 

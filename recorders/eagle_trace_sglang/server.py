@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle_trace.errors import PromptsError, UsageError
+from eagle_trace.manifest import without_secrets
 from eagle_trace.prompts import check_tokens
 from eagle_trace.selection import EVERYTHING, Selection
 from eagle_trace.store import Place
@@ -150,7 +151,7 @@ class Server:
             selection=selection,
             alone=False,
             keep_cuda_graphs=keep_cuda_graphs,
-            settings=request.settings | {"sglang_args": list(self._options.sglang_args), "seed": 0},
+            settings=request.settings | {"sglang_args": without_secrets(self._options.sglang_args), "seed": 0},
             changes=self._changes,
             argv=tuple(argv),
         )
