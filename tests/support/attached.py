@@ -95,8 +95,7 @@ def server(
     **variables: str,
 ) -> Iterator[Attached]:
     """`python -m sglang.launch_server` with ``EAGLE_TRACE_OUT`` and `variables` in its environment."""
-    from eagle_trace_sglang.cpu import cpu_environment
-    from eagle_trace_sglang.plugin import CPU_KERNELS
+    from sglang_cpu_eagle import cpu_environment
 
     port, log, out = free_port(), folder / "server.log", folder / "recorded"
     command = [sys.executable, "-m", "sglang.launch_server", "--port", str(port), "--model-path", str(target)]
@@ -106,7 +105,7 @@ def server(
     command += ["--sleep-on-idle", *arguments]
     command += ["--api-key", api_key] if api_key else []
     command += ["--admin-api-key", admin_api_key] if admin_api_key else []
-    environment = cpu_environment(os.environ) | {CPU_KERNELS: "1", "EAGLE_TRACE_OUT": str(out)} | variables
+    environment = cpu_environment(os.environ) | {"EAGLE_TRACE_OUT": str(out)} | variables
     with log.open("wb") as stream:
         process = subprocess.Popen(command, stdout=stream, stderr=stream, env=environment, start_new_session=True)
     attached = Attached(f"http://127.0.0.1:{port}", log, out, process, api_key, admin_api_key)
