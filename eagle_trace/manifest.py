@@ -97,6 +97,11 @@ class Manifest:
     files: dict[str, dict[str, int]] = field(default_factory=dict)
     format_version: int = FORMAT_VERSION
 
+    @property
+    def ended_early(self) -> str | None:
+        """A clause that says why the recording ended before it was done, None if it did not; for every reader."""
+        return f"the recording ended early: {self.stopped}" if self.stopped else None
+
     def to_json(self) -> str:
         """The manifest as indented JSON text."""
         for _ in range(_ATTEMPTS):
@@ -186,7 +191,13 @@ def spokesman(manifests: Sequence[Manifest]) -> Manifest:
     warnings = [f"rank {one.rank}: {text}" for one in others for text in one.warnings if text not in first.warnings]
     # each data-parallel rank has prompts of its own: no digest is over all of them
     alone = all(one.dp_rank == first.dp_rank for one in others)
-    return replace(first, warnings=[*first.warnings, *warnings], prompts_digest=first.prompts_digest if alone else "")
+    stopped = [f"{one.stopped} (rank {one.rank})" for one in others if one.stopped]
+    return replace(
+        first,
+        warnings=[*first.warnings, *warnings],
+        stopped=first.stopped or next(iter(stopped), None),
+        prompts_digest=first.prompts_digest if alone else "",
+    )
 
 
 def without_secrets(argv: Sequence[str]) -> list[str]:

@@ -71,9 +71,7 @@ def record(
     requests: Annotated[
         int | None, typer.Option(help="attach, without --prompts: record the next so many requests. Default: 8.")
     ] = None,
-    match: Annotated[
-        str, typer.Option(help="attach, without --prompts: only request ids with this regular expression.")
-    ] = "",
+    match: Annotated[str, typer.Option(help="attach, without --prompts: only request ids of this form (eval-*).")] = "",
     sample: Annotated[
         float, typer.Option(help="attach, without --prompts: only this share (0 to 1) of the requests.")
     ] = 1.0,
@@ -168,6 +166,7 @@ def record(
     with Progress(quiet) as progress:
         path = find_recorder(name)(**common, progress=progress)
     typer.echo(f"Wrote {path}")
+    _say_early(path)
     typer.echo(_next_command(mode, path, replay, target))
 
 
@@ -183,11 +182,21 @@ def _record_command(command: list[str], *, out: str, **options: Any) -> NoReturn
     recorded = record_command(command, out=as_place(out), **options)
     if recorded.trace:
         typer.echo(f"Wrote {recorded.trace}", err=True)
+    if recorded.trace and not recorded.problem:
+        _say_early(recorded.trace)
     if recorded.problem:
         typer.echo(f"eagle-trace: {recorded.problem}", err=True)
     elif recorded.trace:
         typer.echo(f"Next: eagle-trace show {recorded.trace}", err=True)
     raise typer.Exit(recorded.status)
+
+
+def _say_early(path: Place) -> None:
+    """A recording that ended before it was done says so right away."""
+    from eagle_trace.reader import open_trace
+
+    if early := open_trace(path).manifest.ended_early:
+        typer.echo(f"eagle-trace: {early}", err=True)
 
 
 def _next_command(mode: Mode, path: Place, replay: str | None, target: Path | None) -> str:
