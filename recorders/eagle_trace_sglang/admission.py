@@ -14,13 +14,13 @@ from eagle_trace.writer import DP_STRIDE
 OWN_REQUESTS = ("HEALTH_CHECK",)
 #: how many requests of others are recorded unless somebody says
 DEFAULT_REQUESTS = 8
-#: how many prompts a trace can number
-MOST_REQUESTS = DP_STRIDE
 #: a client chooses its request ids, and the scheduler's thread looks at each of them
 LONGEST_ID = 1024
 LONGEST_PATTERN = 256
 #: what a pattern of request ids holds only where somebody meant a regular expression
 _REGULAR = frozenset("^$()[]{}|\\")
+#: how many prompts a trace can number
+MOST_REQUESTS = DP_STRIDE
 
 
 @dataclass(frozen=True)

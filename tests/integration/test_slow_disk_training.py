@@ -58,6 +58,7 @@ def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         monkeypatch.setattr(owner, name, disk_faults.behind(getattr(owner, name)))
     monkeypatch.setattr(writer, "QUEUE_BYTES", 64 << 10)
     monkeypatch.setattr(writer, "GUEST_STALL_SECONDS", 3.0)
+    monkeypatch.setattr(writer, "FLUSH_SECONDS", 0.05)
     yield file
     file.write_text("")
 

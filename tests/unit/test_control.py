@@ -36,21 +36,29 @@ class Rank:
         *,
         begins: bool = True,
         dies: bool = False,
-        deaf: str = "",
-        stops: str = "",
         rows: int = 1,
+        deaf: str = "",
+        stops: str | None = None,
     ) -> None:
         connection = connect("recorder", SESSION)
         assert connection is not None
         self.connection = connection
-        self.begins, self.dies, self.deaf, self.stops, self.rows = begins, dies, deaf, stops, rows
+        self.begins, self.dies, self.rows, self.deaf, self.stops = begins, dies, rows, deaf, stops
         self.orders: list[tuple[Any, ...]] = []
         self.number = 0
         connection.send(("armed", FACTS | {"rank": rank, "ranks": ranks}))
         threading.Thread(target=self._obey, daemon=True).start()
 
-    def counts(self) -> dict[str, int]:
-        return {"requests": 1, "ended": 1, "calls": 7, "rows": self.rows, "bytes": 10, "files": 2}
+    def counts(self) -> dict[str, Any]:
+        return {
+            "requests": 1,
+            "ended": 1,
+            "calls": 7,
+            "rows": self.rows,
+            "bytes": 10,
+            "files": 2,
+            "stopped": self.stops,
+        }
 
     @property
     def told(self) -> list[str]:
@@ -77,7 +85,7 @@ class Rank:
                     self.connection.close()
                     return
                 if self.stops:
-                    self.say("sealed", {"requests": 1, "ended": 0, "calls": 2, "stopped": self.stops})
+                    self.say("sealed", self.counts())
             elif name == "finish":
                 self.say("sealed", self.counts(), number=number)
             else:
@@ -169,49 +177,6 @@ def test_time_is_up(control: Control, tmp_path: Path) -> None:
     control.start(order(tmp_path, seconds=0.3))
     assert control.wait_until_ended(5)
     assert rank.orders[-1] == ("finish", {}, "time limit (0.3 s)")
-
-
-def test_what_a_client_asked_for_does_not_replace_what_the_server_is(control: Control, tmp_path: Path) -> None:
-    rank = Rank()
-    control.start(order(tmp_path, settings={"steps": 99, "topk": "lie", "prefix_cache": "lie", "temperature": 0.5}))
-    manifest = rank.orders[0][2]
-    assert (manifest.settings["steps"], manifest.settings["topk"], manifest.settings["prefix_cache"]) == (3, 1, True)
-    assert manifest.settings["temperature"] == 0.5
-
-
-@pytest.mark.parametrize(("rows", "keep", "there"), [(0, False, False), (0, True, True), (5, False, True)])
-def test_a_trace_without_rows_is_removed_when_it_ends_and_the_status_says_so(
-    control: Control, tmp_path: Path, rows: int, keep: bool, there: bool
-) -> None:
-    Rank(rows=rows)
-    control.start(order(tmp_path, keep_empty=keep))
-    place = tmp_path / "s.trace"
-    (place / "manifest.json").write_text("{}")
-    control.finish()
-    assert place.exists() == there
-    last = control.status()["last"]
-    assert ("removed" in last) == (not there)
-    assert control.outcomes == {str(place): last}
-
-
-def test_only_the_recording_that_is_meant_is_ended(control: Control, tmp_path: Path) -> None:
-    Rank()
-    control.start(order(tmp_path))
-    assert control.finish(only=str(tmp_path / "another.trace")) is None
-    assert control.state == "recording"
-    assert control.finish(only=str(tmp_path / "s.trace"))
-    assert control.state == "ready"
-
-
-def test_two_ranks_write_files_of_their_own(control: Control, tmp_path: Path) -> None:
-    Rank(1, 2, rows=3), Rank(0, 2, rows=3)
-    control.start(order(tmp_path))
-    control.finish()
-    assert {name: control.status()["last"][name] for name in ("rows", "bytes", "files")} == {
-        "rows": 3,
-        "bytes": 20,
-        "files": 4,
-    }
 
 
 def nested(depth: int) -> dict[str, Any]:
@@ -332,3 +297,42 @@ def test_a_rank_whose_disk_was_too_slow_ends_the_recording_of_all(control: Contr
     assert other.orders[-1] == ("finish", {}, "the disk was too slow")
     assert control.status()["last"]["stopped"] == "the disk was too slow"
     assert "finish" not in slow.told or slow.told == ["begin", "finish"]
+
+
+def test_what_a_client_asked_for_does_not_replace_what_the_server_is(control: Control, tmp_path: Path) -> None:
+    rank = Rank()
+    control.start(order(tmp_path, settings={"steps": 99, "topk": "lie", "prefix_cache": "lie", "temperature": 0.5}))
+    manifest = rank.orders[0][2]
+    assert (manifest.settings["steps"], manifest.settings["topk"], manifest.settings["prefix_cache"]) == (3, 1, True)
+    assert manifest.settings["temperature"] == 0.5
+
+
+@pytest.mark.parametrize(("rows", "keep", "there"), [(0, False, False), (0, True, True), (5, False, True)])
+def test_a_trace_without_rows_is_removed_when_it_ends_and_the_status_says_so(
+    control: Control, tmp_path: Path, rows: int, keep: bool, there: bool
+) -> None:
+    Rank(rows=rows)
+    control.start(order(tmp_path, keep_empty=keep))
+    place = tmp_path / "s.trace"
+    (place / "manifest.json").write_text("{}")
+    control.finish()
+    assert place.exists() == there
+    last = control.status()["last"]
+    assert ("removed" in last) == (not there)
+    assert control.outcomes == {str(place): last}
+
+
+def test_only_the_recording_that_is_meant_is_ended(control: Control, tmp_path: Path) -> None:
+    Rank()
+    control.start(order(tmp_path))
+    assert control.finish(only=str(tmp_path / "another.trace")) is None
+    assert control.state == "recording"
+    assert control.finish(only=str(tmp_path / "s.trace"))
+    assert control.state == "ready"
+
+
+def test_two_ranks_write_files_of_their_own(control: Control, tmp_path: Path) -> None:
+    Rank(1, 2, rows=3), Rank(0, 2, rows=3)
+    control.start(order(tmp_path))
+    control.finish()
+    assert {name: control.last[name] for name in ("rows", "bytes", "files")} == {"rows": 3, "bytes": 20, "files": 4}
