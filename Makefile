@@ -14,7 +14,7 @@ help:
 	@echo "make test         lint, types, layers, and every test (the real SGLang and speculators, on CPU)"
 	@echo "make unit         the tests that start no host"
 	@echo "make bench        what recording and diffing cost (prints; asserts nothing)"
-	@echo "make soak         a server under load for ten minutes: recorded and not, bad disks, bad clients"
+	@echo "make soak         a server under load for some minutes: recorded and not, bad disks, bad clients"
 	@echo "make gpu          what only a machine with a GPU can show; says so where there is none"
 
 setup: $(STAMP)

@@ -1,6 +1,6 @@
 """A long run of a real server: recorded and not, started and stopped, on a good and a bad disk, among bad clients.
 
-    make soak                                       # 2,000 requests, 30 recordings; about ten minutes
+    make soak                                       # 2,000 requests, 30 recordings; about six minutes
     python tests/benchmarks/soak.py --requests 200 --recordings 4
 
 Prints how many answers differ from those of the server when it was new, what a request takes recorded and not, and what

@@ -27,8 +27,9 @@ pytestmark = pytest.mark.integration
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXTS = [f"The {name} statement " for name in ("return", "import", "for", "while", "def", "class", "with", "try")]
-#: what an answer may take longer, on a machine that does other things too, than the 0.2 s that are promised
-SLACK = 1.5
+#: what an answer may take longer on a machine that does other things too; the 0.2 s that are promised are held by
+#: tests/unit/test_patience.py, and a server that waits for a disk that hangs never answers
+SLACK = 5.0
 
 
 class Disk:
@@ -62,6 +63,14 @@ def running(folder: Path, deployed: Path, disk: Disk) -> Iterator[Attached]:
         with server(folder / "slow", TARGET, deployed, *arguments, **variables) as attached:
             yield attached
             disk.set("")
+
+
+@pytest.fixture(autouse=True)
+def idle(running: Attached, disk: Disk) -> None:
+    """Nothing is left of the test before."""
+    disk.set("")
+    if running.status["state"] == "recording":
+        running.post("/eagle_trace/finish", {})
 
 
 def ask_all(running: Attached, name: str, tokens: int = 60) -> tuple[list[str], float]:
