@@ -20,6 +20,7 @@ from eagle_trace.writer import DP_STRIDE
 from eagle_trace_sglang.admission import Admission
 from eagle_trace_sglang.exchange import parse_json, quoted
 from eagle_trace_sglang.orders import Order
+from eagle_trace_sglang.remote import STOPPED_LENGTH
 
 MOST_BYTES = 2 << 20
 MOST_REQUESTS = 10_000
@@ -144,7 +145,7 @@ class FinishBody(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     settings: Settings = Settings()
-    stopped: Annotated[str, Field(max_length=500), AfterValidator(quoted)] | None = "told to stop"
+    stopped: Annotated[str, Field(max_length=STOPPED_LENGTH), AfterValidator(quoted)] | None = "told to stop"
 
 
 Body = TypeVar("Body", bound=BaseModel)

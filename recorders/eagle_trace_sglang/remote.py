@@ -38,6 +38,8 @@ GRACE_SECONDS = 60.0
 #: largest answer that is read: of the recorder, and to a prompt
 TOLD_BYTES = 1 << 20
 ANSWER_BYTES = 64 << 20
+#: letters of a reason that a server takes (`bodies.FinishBody`)
+STOPPED_LENGTH = 500
 #: says whose recording it is; the server gives it to whoever starts one
 TOKEN_HEADER = "X-Eagle-Trace-Token"
 
@@ -81,7 +83,8 @@ class Remote:
 
     def finish(self, settings: dict[str, Any], stopped: str | None) -> Told:
         """End the recording and seal it."""
-        return self._told("POST", "/eagle_trace/finish", {"settings": settings, "stopped": stopped}, SEAL_SECONDS)
+        body = {"settings": settings, "stopped": stopped and quoted(stopped, STOPPED_LENGTH)}
+        return self._told("POST", "/eagle_trace/finish", body, SEAL_SECONDS)
 
     def generate(self, prompt: Prompt, rid: str, sampling: dict[str, Any]) -> dict[str, Any]:
         """Have one prompt answered; returns ``meta_info`` as far as the server says it.
