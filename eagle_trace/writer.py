@@ -46,6 +46,9 @@ HURRY_SECONDS, SEAL_SECONDS = 20.0, 60.0
 TOO_SLOW = "the disk was too slow"
 LEFT_OUT = "the disk was too slow to take the last forwards: they are left out"
 
+#: what the keys of a row take
+ROW_BYTES = 64
+
 #: prompts and calls of data-parallel rank d are numbered from d times this on
 DP_STRIDE = 1 << 20
 
@@ -164,8 +167,11 @@ class TraceWriter:
 
     def put_rows(self, rows: Rows, training: Mapping[str, Array] | None = None) -> None:
         """Take the keys of one forward's draft rows, and columns of `schema.TRAINING` [T] that are known of them."""
+        if self.failure is None:
+            # keys count as well, on every rank: at level ``shapes`` they are all there is
+            self._taken += ROW_BYTES * len(rows)
         if len(rows) and self._leads:
-            self._put("rows", (self._numbered(rows), training or {}), 64 * len(rows))
+            self._put("rows", (self._numbered(rows), training or {}), ROW_BYTES * len(rows))
 
     def put_values(self, site: str, rows: Rows, values: Array | Reduced, shard: Shard | None = None) -> None:
         """Take the rows of one site: `values` [T, W] in the host's dtype, owned by the writer from now on.

@@ -16,6 +16,8 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}", re.ASCII)
 _URL = re.compile(r"(?:s3a?|gc?s|abfss?|az|hf)://[A-Za-z0-9._~/%=@:+,-]{1,1000}", re.ASCII)
 _TOKEN = re.compile(r"[A-Za-z0-9_-]{16,200}", re.ASCII)
 _PATH_LENGTH = 4096
+#: files of a trace of a terabyte, and more
+MOST_FILES = 100_000
 
 
 class NonsenseError(ValueError):
@@ -81,6 +83,8 @@ def understood(answer: Any) -> Told:
     if answer.get("state") not in STATES:
         raise NonsenseError("no state")
     last, server = _object(answer, "last"), _object(answer, "server")
+    if (_count(last, "files") or 0) > MOST_FILES:
+        raise NonsenseError("more files than a trace has")
     if last.get("outcome", "") not in ("", "sealed", "failed"):
         raise NonsenseError("no outcome")
     return Told(

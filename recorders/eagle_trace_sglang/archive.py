@@ -10,15 +10,19 @@ import contextlib
 import os
 import stat
 import tarfile
+import zlib
 from collections.abc import Iterator
 from http.client import HTTPException
 from pathlib import Path
 from typing import BinaryIO
 
 from eagle_trace.contents import is_trace_file, is_trace_folder, trace_files
+from eagle_trace.manifest import rank_of_seal
 from eagle_trace.store import reason
 
 BLOCK_BYTES = 1 << 20
+#: it is read as a whole
+MANIFEST_BYTES = 32 << 20
 _RECORD = tarfile.BLOCKSIZE
 _END = bytes(2 * _RECORD)
 #: what other writers of tar put in front of a file (its times, to the nanosecond); skipped, and never this long
@@ -67,7 +71,7 @@ def _blocks(path: Path, files: dict[str, int], headers: dict[str, bytes]) -> Ite
     yield _END
 
 
-def unpack(stream: BinaryIO, folder: Path, *, max_bytes: int, max_files: int) -> None:
+def unpack(stream: BinaryIO, folder: Path, *, max_bytes: int, max_files: int) -> dict[str, int]:
     """Put the files of a trace from `stream` into `folder`, which must be empty and nobody else's.
 
     Args:
@@ -76,11 +80,14 @@ def unpack(stream: BinaryIO, folder: Path, *, max_bytes: int, max_files: int) ->
         max_bytes: of all files.
         max_files: how many.
 
+    Returns:
+        CRC-32 of each file, as it came.
+
     Raises:
         ArchiveError: it is not a whole trace, or more than it may be, or cannot be written.
         TimeoutError: the stream's own.
     """
-    files = 0
+    found: dict[str, int] = {}
     while (header := _exactly(stream, _RECORD)) != _END[:_RECORD]:
         name, size, kind = _parse(header)
         if kind == tarfile.XHDTYPE and size <= _EXTENSION_BYTES:
@@ -88,28 +95,34 @@ def unpack(stream: BinaryIO, folder: Path, *, max_bytes: int, max_files: int) ->
         elif kind == tarfile.DIRTYPE and size == 0 and is_trace_folder(name):
             continue
         elif kind in (tarfile.REGTYPE, tarfile.AREGTYPE) and is_trace_file(name):
-            files, max_bytes = files + 1, max_bytes - size
-            if files > max_files or max_bytes < 0:
+            max_bytes -= size
+            if len(found) >= max_files or max_bytes < 0:
                 raise ArchiveError("it sends more than it said")
-            _take(stream, folder, name, size)
+            if rank_of_seal(name) and size > MANIFEST_BYTES:
+                raise ArchiveError(f"its {name} has {size} bytes, which no manifest has")
+            found[name] = _take(stream, folder, name, size)
         else:
             raise ArchiveError(f"it sends {name[:80]!r}, which is not a file of a trace")
     rest = _exactly(stream, _RECORD) + stream.read(_FILL_BYTES)
     if len(rest) > _FILL_BYTES or rest.strip(b"\0"):
         raise ArchiveError("it sends more than a trace")
+    return found
 
 
-def _take(stream: BinaryIO, folder: Path, name: str, size: int) -> None:
+def _take(stream: BinaryIO, folder: Path, name: str, size: int) -> int:
     path = folder / name
     with _writing(name):
         for parent in reversed(path.relative_to(folder).parents[:-1]):
             (folder / parent).mkdir(exist_ok=True)
         out = path.open("xb")
+    left, crc = size, 0
     with _writing(name), out:
-        left = size
         while left:
-            left -= out.write(_exactly(stream, min(left, BLOCK_BYTES)))
+            block = _exactly(stream, min(left, BLOCK_BYTES))
+            crc = zlib.crc32(block, crc)
+            left -= out.write(block)
     _exactly(stream, _padded(size) - size)
+    return crc
 
 
 @contextlib.contextmanager

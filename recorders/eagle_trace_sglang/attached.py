@@ -73,7 +73,7 @@ def arm() -> None:
         from eagle_trace_sglang.access import keys_of
         from eagle_trace_sglang.routes import add_routes
 
-        keys = keys_of(server_args, record_others=_is_on(os.environ.get(RECORD_OTHERS, "")))
+        keys = keys_of(server_args, record_others=opted_in(os.environ))
         add_routes(app, _require(), os.environ[OUT], keys, ceiling_of(os.environ))
 
     waiting = [] if order is None else [order]
@@ -156,6 +156,11 @@ def ceiling_of(environment: Mapping[str, str]) -> int:
         return parse_bytes(environment.get(PREFIX + "MAX_BYTES") or str(CEILING))
     except UsageError:  # said when the server was armed
         return CEILING
+
+
+def opted_in(environment: Mapping[str, str]) -> bool:
+    """Whether everybody may record everybody, where there is no key: only if it was said in so many words."""
+    return environment.get(RECORD_OTHERS, "").strip().lower() in ("1", "true", "yes", "on")
 
 
 def _is_on(value: str) -> bool:

@@ -6,11 +6,12 @@ Bounds are far above what anybody needs, and low enough that a body costs the se
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 from typing import Annotated, Any, Literal, TypeVar
 
 from fastapi import Request
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from eagle_trace.errors import EagleTraceError, UsageError
 from eagle_trace.manifest import without_secrets
@@ -19,6 +20,7 @@ from eagle_trace.writer import DP_STRIDE
 from eagle_trace_sglang.admission import Admission
 from eagle_trace_sglang.exchange import parse_json, quoted
 from eagle_trace_sglang.orders import Order
+from eagle_trace_sglang.remote import STOPPED_LENGTH
 
 MOST_BYTES = 2 << 20
 MOST_REQUESTS = 10_000
@@ -143,7 +145,7 @@ class FinishBody(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     settings: Settings = Settings()
-    stopped: Annotated[str, Field(max_length=500)] | None = "told to stop"
+    stopped: Annotated[str, Field(max_length=STOPPED_LENGTH), AfterValidator(quoted)] | None = "told to stop"
 
 
 Body = TypeVar("Body", bound=BaseModel)
@@ -165,10 +167,15 @@ async def read_body(request: Request, kind: type[Body]) -> Body:
     except TimeoutError:
         raise BodyError(f"the body did not arrive within {BODY_SECONDS:.0f} s", 408) from None
     try:
-        return kind.model_validate(parse_json(bytes(data)) if data.strip() else {})
+        given = parse_json(bytes(data)) if data.strip() else {}
+        if b"\\u" in data:
+            json.dumps(given, ensure_ascii=False).encode()  # half a surrogate pair is no text, and could not be written
+        return kind.model_validate(given)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(str(part)[:40] for part in first["loc"][:4]) or "the body"
         raise BodyError(f"the body does not make sense: {quoted(where, 120)}: {quoted(first['msg'], 160)}") from None
+    except UnicodeEncodeError:
+        raise BodyError("the body holds half a surrogate pair, which is no text") from None
     except ValueError as error:
         raise BodyError(f"the body is not JSON that is read here: {quoted(str(error), 120)}") from None

@@ -169,7 +169,8 @@ def attach(
     remote = Remote(url, api_key, timeout, admin_api_key)
     check_output(out, force=force)
     remote.status()
-    with _hidden_beside(Path(out)) as folder:
+    place = Path(out).resolve()
+    with _hidden_beside(place) as folder:
         body = options | selection.to_text() | {"seconds": seconds}
         remote, recorded = record_attached(remote, folder, request=request, options=body, progress=progress)
         if recorded.url is None:
@@ -177,10 +178,9 @@ def attach(
             _require(
                 ended.prompts, ended.rows, ended.stopped, f"the recording at {remote.url}", bool(selection.to_text())
             )
-            _require_rows(folder)
             # only now: an old trace is not given up for one that did not come
             prepare_output(out, force=force)
-            folder.rename(Path(out))
+            folder.rename(place)
     if recorded.url is not None:
         return recorded.url
     try:

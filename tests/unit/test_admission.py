@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from eagle_trace.errors import UsageError
 from eagle_trace.prompts import content_key
 from eagle_trace_sglang.admission import DEFAULT_REQUESTS, Admission, Admitted
-from eagle_trace_sglang.attached import order_of
+from eagle_trace_sglang.attached import CEILING, ceiling_of, opted_in, order_of
 
 
 def take(admission: Admission, *rids: str) -> Admitted:
@@ -141,3 +141,17 @@ def test_a_server_may_wait_to_be_told() -> None:
 def test_a_variable_that_makes_no_sense_is_named(name: str) -> None:
     with pytest.raises(UsageError):
         order_of({"EAGLE_TRACE_OUT": "dir", f"EAGLE_TRACE_{name}": "many"})
+
+
+@pytest.mark.parametrize(
+    ("said", "bytes_"), [(None, CEILING), ("", CEILING), ("many", CEILING), ("500MB", 500 * 10**6)]
+)
+def test_the_budget_of_the_server_is_the_most_that_a_client_may_ask_for(said: str | None, bytes_: int) -> None:
+    assert ceiling_of({} if said is None else {"EAGLE_TRACE_MAX_BYTES": said}) == bytes_
+
+
+def test_others_are_recorded_without_a_key_only_if_that_was_said() -> None:
+    assert [said for said in ("1", "true", " YES ", "", "0", "no", "false", "off", "2", "never") if opted_in(
+        {"EAGLE_TRACE_RECORD_OTHERS": said}
+    )] == ["1", "true", " YES "]  # fmt: skip
+    assert not opted_in({})

@@ -134,6 +134,7 @@ ANSWERS: dict[str, tuple[str, Answer, str]] = {
     "failed, with escapes": (FINISH, sealed(outcome="failed", why="\x1b[31mno"), "no"),
     "answers that are nonsense": ("POST /generate", says(b"\x00" * 100), "no prompt was answered"),
     "answers a byte at a time": ("POST /generate", endless(b" ", 0.05), "no prompt was answered"),
+    "many files": (FINISH, sealed(files=10**6), "more files than a trace has"),
     "the trace is not there": (TRACE, says({"error": "this server has no such trace"}, 404), "no such trace"),
 }  # fmt: skip
 
@@ -188,6 +189,7 @@ TARS: dict[str, tuple[bytes | Callable[[bytes], bytes], str]] = {
     "far more than said": (zeros(8 << 30).tobuf(tarfile.GNU_FORMAT), "more than it said"),
     "below nothing": (zeros(-512).tobuf(tarfile.GNU_FORMAT), "bytes|not a tar"),
     "many": (tar_of(*(member(f"rows.parquet/rank0-{n:05d}.parquet", b"") for n in range(3000))), "more than it said"),
+    "an endless seal": (zeros(40 << 20, "manifest.json").tobuf(), "no manifest has|more than it said"),
     "not a tar": (b"no tar at all " * 1000, "not a tar"),
     "nothing": (b"", "broke off"),
     "empty": (bytes(1024), "not a whole trace"),
@@ -369,6 +371,20 @@ def test_names_that_a_trace_has(name: str) -> None:
 )  # fmt: skip
 def test_names_that_no_trace_has(name: str) -> None:
     assert not is_trace_file(name)
+
+
+def test_a_manifest_is_no_larger_than_can_be_read(tmp_path: Path) -> None:
+    with pytest.raises(ArchiveError, match="which no manifest has"):
+        unpack(io.BytesIO(zeros(40 << 20, "manifest.json").tobuf()), tmp_path, max_bytes=1 << 30, max_files=9)
+
+
+def test_a_link_to_an_empty_folder_is_filled(good: Path, here: Path) -> None:
+    (here / "real").mkdir()
+    (here / "s.trace").symlink_to(here / "real")
+    with serving(good_answers(good)) as (url, _):
+        record(url, here)
+    assert trace_files(here / "real") == trace_files(good)
+    assert (here / "s.trace").is_symlink()
 
 
 def test_an_archive_stops_at_what_it_may_hold(tmp_path: Path) -> None:

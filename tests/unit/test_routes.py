@@ -38,6 +38,7 @@ class Recorder:
         self.orders: list[Order] = []
         self.outcomes: dict[str, dict[str, Any]] = {}
         self.renewed = 0
+        self.stopped: str | None = None
 
     @property
     def state(self) -> str:
@@ -63,6 +64,7 @@ class Recorder:
 
     def finish(self, settings: Any = None, stopped: str | None = None, only: str | None = None) -> None:
         if self.order is not None and only in (None, self.order.out):
+            self.stopped = stopped
             self.outcomes[self.order.out] = {"out": self.order.out, "outcome": "sealed", "settings": settings}
             self.order = None
 
@@ -233,6 +235,9 @@ BODIES: list[tuple[Any, int]] = [
     ({"settings": nested(40)}, 422),
     (b"\xff\xfe", 422),
     (b"not json", 422),
+    (b'{"match": "\\ud800"}', 422),
+    (b'{"named": {"\\uDfff": [0, "k"]}}', 422),
+    (b'{"\\ud800": 1}', 422),
     (b"[]", 422),
     (b'"text"', 422),
     (b'{"requests": NaN}', 422),
@@ -304,6 +309,16 @@ def test_what_a_client_says_does_not_take_the_name_of_what_the_server_knows(arm:
     }
     assert order.argv == ("record", "--api-key", "***")
     assert not order.keep_empty
+
+
+def test_why_a_recording_ended_is_text_for_one_line(arm: Arm) -> None:
+    armed = arm(admin="admin")
+    for stopped, kept in (("\x1b[2J\nno", "\ufffd[2J no"), (None, None), ("caf\u00e9", "caf\u00e9")):
+        armed.ask("POST", "/start", "admin", body={})
+        assert armed.ask("POST", "/finish", "admin", body={"stopped": stopped}).status_code == 200
+        assert armed.recorder.stopped == kept
+    for body in (b'{"stopped": "\\ud800"}', {"stopped": "x" * 501}, {"settings": nested(900)}, [1]):
+        assert armed.ask("POST", "/finish", "admin", body=body).status_code == 422
 
 
 @pytest.mark.parametrize(("asked", "kept"), [(None, 4 * GB), ("1GB", GB), ("4GB", 4 * GB)])
