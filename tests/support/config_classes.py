@@ -54,13 +54,15 @@ def write_config(folder: Path, config: Any) -> Path:
 
 def find(folder: Path) -> dict[str, Any]:
     """The table of the installed packages, by way of an empty `folder`."""
-    cases = [(kind, key) for kind in MODEL_TYPES for key in (None, "heads", "rope_parameters", *VALUES)]
+    cases = [(kind, key) for kind in MODEL_TYPES for key in (None, "heads", "rope_parameters", "empty rope", *VALUES)]
     drafts = []
     for number, (kind, key) in enumerate(cases):
         config = flat_config(model_type=kind)
         if key == "heads":
             # 64 is no multiple of 3; some classes mind
             config |= {"num_attention_heads": 3, "num_key_value_heads": 1}
+        elif key == "empty rope":
+            config["rope_parameters"] = {}
         elif key is not None:
             del config[key]
         drafts.append(write_config(folder / str(number), config))
@@ -72,7 +74,9 @@ def find(folder: Path) -> dict[str, Any]:
             classes[kind] = answer["classes"][kind] | {"loads": verdict["error"] is None, "defaults": {}, "needs": []}
             classes[kind] |= imposed(verdict)
         elif key == "rope_parameters":
-            classes[kind] |= rope_left_out(verdict)
+            classes[kind]["rope"] = rope_left_out(verdict)
+        elif key == "empty rope":
+            classes[kind]["theta"] = None if verdict["error"] is not None else verdict["theta"]
         elif key == "heads":
             classes[kind]["divides"] = verdict["error"] is not None
         elif verdict["error"] is not None:
@@ -101,11 +105,9 @@ def imposed(verdict: dict[str, Any]) -> dict[str, Any]:
 
 
 def rope_left_out(verdict: dict[str, Any]) -> dict[str, Any]:
-    """The rotary embedding of a class whose config names none: its base, and its form where it is not the plain one."""
-    if verdict["error"] is not None:
-        return {"theta": None, "rope": {}}
-    rope = verdict["rope"] or {}
-    return {"theta": verdict["theta"], "rope": {} if rope.get("rope_type", "default") == "default" else rope}
+    """The rotary embedding of a class whose config names none, where it is not the plain one."""
+    rope: dict[str, Any] = (verdict["error"] is None and verdict["rope"]) or {}
+    return {} if rope.get("rope_type", "default") == "default" else rope
 
 
 def to_text(table: dict[str, Any]) -> str:

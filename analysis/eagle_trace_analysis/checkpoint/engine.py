@@ -81,7 +81,9 @@ def rope_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     """The rotary embedding a config asks for, in one form for the old keys and the new."""
     # transformers takes the old key where a config has both
     entry = accepts.config_class(config) or {"share": 1.0, "reads_rope": True, "rope": {}}
-    rope = dict(config.get("rope_scaling") or config.get("rope_parameters") or entry["rope"])
+    given = config.get("rope_scaling") or config.get("rope_parameters")
+    # an empty object is a plain embedding; without one the class may have a form of its own
+    rope = dict(entry["rope"] if given is None else given)
     theta = config.get("rope_theta")
     rope.setdefault("rope_theta", default_theta(config) if theta is None else theta)
     if not entry["reads_rope"]:
