@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
+import secrets
 import socket
 import threading
 import time
@@ -124,6 +125,7 @@ class TraceWriter:
         seal = seal_name(manifest.rank)
         taken = f"{join(store.place, seal)} is there or being made: two recorders cannot write one trace"
         manifest.recorder = f"{socket.gethostname()}:{os.getpid()}"
+        manifest.recording = secrets.token_hex(8)
         try:
             store.make()
             if store.exists(seal):
@@ -365,7 +367,11 @@ class TraceWriter:
 
     def _stream(self, folder: str, schema: pa.Schema, make: Make, options: dict[str, Any], group: int) -> PartStream:
         prefix = f"{folder}/rank{self.manifest.rank}"
-        return PartStream(self._store, prefix, self._numbers[prefix], schema, make, options, group, self.manifest.files)
+        manifest = self.manifest
+        return PartStream(
+            self._store, prefix, self._numbers[prefix], schema, make, options, group, manifest.files,
+            manifest.checksums, manifest.recording,
+        )  # fmt: skip
 
 
 def _check(manifest: Manifest) -> None:
