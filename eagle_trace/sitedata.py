@@ -30,7 +30,7 @@ _Kind = tuple[str, int, bool, bool]
 T = TypeVar("T")
 
 
-#: a row takes some bytes however well it is compressed; a footer that claims more rows would have memory claimed for them
+#: a row takes some bytes however well it is compressed: what a footer claims beyond that is not given memory
 _ROWS_A_BYTE, _FEW_ROWS = 64, 1 << 16
 _VERIFIED_BYTES = 8 << 20
 

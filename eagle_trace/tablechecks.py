@@ -107,28 +107,9 @@ def _check_params(table: pa.Table) -> None:
             raise ValueError("a parameter is said to be a part that there cannot be")
 
 
-def _check_rounds(table: pa.Table) -> None:
-    lengths = {name: _lengths(table, name) for name in ("proposed", "parents", "accepted")}
-    if not np.array_equal(lengths["proposed"], lengths["parents"]) or (lengths["accepted"] > lengths["proposed"]).any():
-        raise ValueError("a verify round has not one parent for each proposed token, or accepts more than it proposed")
-    parents = _flat(table.column("parents")).to_numpy()
-    place = np.arange(len(parents)) - np.repeat(np.cumsum(lengths["parents"]) - lengths["parents"], lengths["parents"])
-    # node 0 is the root and token k is node k + 1, so that a parent comes before its children
-    if ((parents < 0) | (parents > place)).any():
-        raise ValueError("a verify round has a token whose parent does not come before it")
-
-
 def _check_layers(table: pa.Table) -> None:
     if len(np.unique(_lengths(table, "sample"))) > 1 or table.column("layer").to_numpy().min() < 0:
         raise ValueError("samples of a layer differ in length, or a layer is below 0")
-
-
-def _check_floors(table: pa.Table) -> None:
-    for column in table.column_names:
-        if pa.types.is_floating(table.column(column).type):
-            value = table.column(column).to_numpy()
-            if not np.isfinite(value).all() or (value < 0).any():
-                raise ValueError(f"{column} of a rounding floor is not a size")
 
 
 def _check_values(table: pa.Table) -> None:
@@ -149,8 +130,6 @@ _RULES: dict[str, Callable[[pa.Table], None]] = {
     "topk": _check_topk,
     "calls": _check_calls,
     "params": _check_params,
-    "rounds": _check_rounds,
     "layers": _check_layers,
-    "floors": _check_floors,
     "values": _check_values,
 }

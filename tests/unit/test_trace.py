@@ -1,6 +1,5 @@
 """Writing and reading a trace: exact bytes, bounded memory, and no half-written trace taken for whole."""
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
