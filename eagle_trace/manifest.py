@@ -7,7 +7,7 @@ import json
 import math
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 from eagle_trace.capture import LEVELS
@@ -113,8 +113,11 @@ class Manifest:
         for _ in range(_ATTEMPTS):
             # the recorder may add a setting or a warning just now, from a thread of its own
             with contextlib.suppress(RuntimeError):
-                return sealed_json(asdict(self))
-        return sealed_json(asdict(self))
+                return sealed_json(self._fields())
+        return sealed_json(self._fields())
+
+    def _fields(self) -> dict[str, Any]:
+        return {one.name: getattr(self, one.name) for one in fields(self)}
 
     @classmethod
     def from_json(cls, text: str | bytes, where: str) -> Manifest:

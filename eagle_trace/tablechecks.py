@@ -18,7 +18,7 @@ from eagle_trace.schema import KEYS, STATISTICS, TABLES
 
 #: columns that are never null, by table; where others are, nothing is known
 REQUIRED: dict[str, Sequence[str]] = {
-    "prompts": ("prompt_id", "prompt_key"),
+    "prompts": ("prompt_id", "prompt_key", "token_ids"),
     "rows": [name for name, _ in KEYS],
     "calls": ("call_id", "role"),
     "params": ("name", "canonical_name", "shape", "dtype", "digest", "norm", "nonfinite"),
