@@ -219,7 +219,7 @@ class VerifiedFile(io.RawIOBase):
         """Where the next read begins."""
         return self._at
 
-    def read(self, size: int = -1) -> memoryview:  # type: ignore[override]
+    def read(self, size: int = -1) -> memoryview:
         """The next bytes, without copying them.
 
         Raises:

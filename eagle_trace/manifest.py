@@ -13,7 +13,20 @@ from typing import Any, Literal
 from eagle_trace.capture import LEVELS
 from eagle_trace.checksums import digest
 from eagle_trace.errors import TraceDamagedError, TraceNotFoundError, TraceVersionError
-from eagle_trace.fields import Table, count, listed, mapped, one_of, optional, plain, small, text, whole, writable
+from eagle_trace.fields import (
+    Check,
+    Table,
+    count,
+    listed,
+    mapped,
+    one_of,
+    optional,
+    plain,
+    small,
+    text,
+    whole,
+    writable,
+)
 from eagle_trace.store import Store, join, reason
 
 FORMAT_VERSION = 1
@@ -293,7 +306,7 @@ _SETTINGS = {
 }
 
 #: whether a field's value is what it must be
-_FIELDS = {
+_FIELDS: dict[str, Check] = {
     "side": one_of("train", "serve"),
     "level": one_of(*LEVELS),
     **dict.fromkeys(("host", "dtype", "device", "prompts_digest", "created", "flushed", "recorder", "recording"), text),

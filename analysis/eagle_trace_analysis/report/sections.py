@@ -6,12 +6,15 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from eagle_trace.printable import html_text as e
+from eagle_trace.printable import html_text
 from eagle_trace.sites import draft_sites
 from eagle_trace_analysis.metrics import IdMetrics, Metrics
 from eagle_trace_analysis.pairs import SKIP_REASONS, Coverage
 from eagle_trace_analysis.report.causes import CONFIRMED, NOT_TESTED, RULED_OUT, CauseView, causes_of, unexplained
 from eagle_trace_analysis.result import Diff, Divergence, SiteResult
+
+#: what every word from outside goes through
+e = html_text
 
 HEADLINE = {
     "agree": "Training and serving agree",
