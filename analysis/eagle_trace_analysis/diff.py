@@ -307,6 +307,9 @@ class _Comparison:
         if self.level == "sketch":
             self.notes.append(Note("sketch", WORDS))
         for trace in (self.train, self.serve):
+            if trace.unchecked:
+                text = f"{trace.path} has no checksums ({len(trace.unchecked)} files): damage may go unnoticed"
+                self.notes.append(Note("no-checksums", text))
             if not trace.sealed:
                 lost = f": {'; '.join(trace.missing[:3])}" if trace.missing else ""
                 self.notes.append(Note("partial", f"{trace.path} was not finished or is damaged{lost}"))

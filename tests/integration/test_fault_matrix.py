@@ -25,6 +25,7 @@ from eagle_trace_analysis.diagnose import diagnosed
 from tests.support import engine_faults, faults
 from tests.support.pairs import DRAFT, TARGET
 from tests.support.relevel import expect_the_same_at_sketch
+from tests.support.tables import edit_manifest
 from tests.support.verdicts import expect
 from tests.support.warm.start import Warm
 
@@ -213,10 +214,11 @@ def test_another_target(serve: Make, train: Make, folder: Path) -> None:
 def test_positions_past_the_deployed_limit(engine: Callable[[str], Trace], train: Make, folder: Path) -> None:
     """The engine fault clamps positions; the manifest is made to say the limit that goes with it."""
     served = engine("reach")
-    path = served.path / "manifest.json"
-    manifest = json.loads(path.read_text())
-    manifest["draft"]["config"]["max_position_embeddings"] = engine_faults.LIMIT
-    path.write_text(json.dumps(manifest))
+
+    def limit(manifest: dict[str, Any]) -> None:
+        manifest["draft"]["config"]["max_position_embeddings"] = engine_faults.LIMIT
+
+    edit_manifest(served.path, limit)
     served = open_trace(served.path)
     expect(looked_at(train(replay=served.path), served), "max-position", "layer.0.attn.q_rope")
 

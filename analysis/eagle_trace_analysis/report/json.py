@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from eagle_trace.printable import json_text
 from eagle_trace_analysis.pairs import Coverage
 from eagle_trace_analysis.replay import Measured, Replayed
 from eagle_trace_analysis.result import AcceptLength, Diff, Divergence, SiteResult
@@ -48,7 +49,7 @@ def to_json(diff: Diff) -> dict[str, Any]:
 
 def to_json_text(diff: Diff) -> str:
     """`to_json` as text, ending in a newline."""
-    return json.dumps(to_json(diff), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+    return json_text(json.dumps(to_json(diff), indent=1, ensure_ascii=False, allow_nan=False)) + "\n"
 
 
 def _divergence(one: Divergence) -> dict[str, Any]:

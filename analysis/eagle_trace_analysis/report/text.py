@@ -12,6 +12,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from eagle_trace.printable import printable
+from eagle_trace.terminal import PlainConsole
 from eagle_trace_analysis.metrics import IdMetrics, Metrics
 from eagle_trace_analysis.pairs import SKIP_REASONS, Coverage
 from eagle_trace_analysis.report.verdicts import print_confirmed, print_rest
@@ -27,9 +29,9 @@ def render(diff: Diff, *, width: int = WIDTH, color: bool = False, sites: str = 
     `sites` says what the table lists: ``diverged`` sites, or ``all``.
     """
     stream = io.StringIO()
-    console = Console(
+    console = PlainConsole(
         file=stream, width=width, force_terminal=color, no_color=not color,
-        color_system="standard" if color else None, highlight=False, legacy_windows=False,
+        color_system="standard" if color else None, legacy_windows=False,
     )  # fmt: skip
     print_diff(diff, console, sites=sites)
     return "\n".join(line.rstrip() for line in stream.getvalue().splitlines()) + "\n"
@@ -46,7 +48,7 @@ def print_diff(diff: Diff, console: Console | None = None, *, sites: str = "dive
             # a pipe may be plain ASCII: what it cannot hold is spelled out rather than an error
             sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))
             return
-        console = Console(highlight=False)
+        console = PlainConsole()
     answer = [_printable(line) for line in _answer(diff, console.width)]
     for line in answer:
         console.print(_fit(line, console.width), no_wrap=True, soft_wrap=True)
@@ -242,7 +244,7 @@ def _table(results: Iterable[SiteResult]) -> Table:
         elif isinstance(metrics, IdMetrics):
             cells = [str(metrics.rows), "", f"{metrics.differing} differ", "0"]
         verdict = Text(result.verdict + (" *" if result.frontier else ""), style=_STYLE.get(result.verdict, ""))
-        table.add_row(result.site, str(result.step), *cells, verdict)
+        table.add_row(printable(result.site), str(result.step), *cells, verdict)
     return table
 
 
@@ -266,11 +268,9 @@ def _fit(line: Text, width: int) -> Text:
 
 
 def _printable(line: Text) -> Text:
-    """`line` without characters that steer a terminal: names and paths come from outside."""
-    if line.plain.isprintable():
-        return line
+    """`line` with what has no glyph shown as an escape, before it is cut to the width of the screen."""
     shown = line.copy()
-    shown.plain = "".join(one if one.isprintable() else "?" for one in line.plain)
+    shown.plain = printable(line.plain)
     return shown
 
 

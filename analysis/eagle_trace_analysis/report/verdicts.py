@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from rich.console import Console
 from rich.text import Text
 
+from eagle_trace.printable import printable
 from eagle_trace_analysis.diagnose import CauseVerdict, Diagnosis
 from eagle_trace_analysis.replay import Replayed
 
@@ -68,16 +69,11 @@ def _replay_lines(replay: tuple[Replayed, ...]) -> Iterator[str]:
 
 def _row(console: Console, name: str, text: str) -> None:
     room = max(30, console.width - INDENT - NAME_WIDTH)
-    for number, part in enumerate(Text(_plain(text)).wrap(console, room)):
+    for number, part in enumerate(Text(printable(text)).wrap(console, room)):
         head = f"{name:{NAME_WIDTH}}" if number == 0 else " " * NAME_WIDTH
         console.print(Text(" " * INDENT + head) + part, soft_wrap=True)
 
 
 def _wrapped(console: Console, text: str, style: str = "") -> None:
-    for part in Text(_plain(text)).wrap(console, max(30, console.width - INDENT)):
+    for part in Text(printable(text)).wrap(console, max(30, console.width - INDENT)):
         console.print(Text(" " * INDENT) + Text(part.plain.rstrip(), style=style), soft_wrap=True)
-
-
-def _plain(text: str) -> str:
-    """`text` without characters that steer a terminal: names of prompts and tensors come from outside."""
-    return text if text.isprintable() else "".join(one if one.isprintable() else "?" for one in text)
