@@ -92,14 +92,14 @@ class Alignment:
         numbers_t = _renumber(train, self.train.prompts, self._numbers, 0)
         numbers_s = _renumber(serve, self.serve.prompts, self._numbers, 1)
         pairs = match(train, serve, numbers_t, numbers_s)
-        for fate, rows, numbers, given in (
-            (pairs.train_fate, train, numbers_t, self._given_serve),
-            (pairs.serve_fate, serve, numbers_s, self._given_train),
+        for fate, rows, numbers, own, given in (
+            (pairs.train_fate, train, numbers_t, self._given_train, self._given_serve),
+            (pairs.serve_fate, serve, numbers_s, self._given_serve, self._given_train),
         ):
-            # row at root p is fed token p + 1
-            fate[(fate == UNMATCHED) & (rows.root + 1 >= given[np.minimum(numbers, len(given) - 1)])] = CODE_OF[
-                "not-given"
-            ]
+            # row at root p is fed token p + 1: what the row's own side was not given either excuses nothing
+            own, given = (tokens[np.minimum(numbers, len(tokens) - 1)] for tokens in (own, given))
+            place = rows.root + 1
+            fate[(fate == UNMATCHED) & (place >= given) & (place < own)] = CODE_OF["not-given"]
         cached = train.root < self._cached[np.minimum(numbers_t, len(self._cached) - 1)]
         pairs.train_fate[(pairs.train_fate == UNMATCHED) & cached] = CODE_OF["prefix-cache"]
         # two greedy answers may part for a rounding error of the target: what follows is no fault of the draft
