@@ -13,7 +13,7 @@ from eagle_trace.capture import LEVELS
 from eagle_trace.errors import IncomparableError
 from eagle_trace.reader import Trace
 from eagle_trace.sites import Site, sites_of
-from eagle_trace_analysis.acceptance import accept_length
+from eagle_trace_analysis.acceptance import accept_length, contradiction
 from eagle_trace_analysis.align import TOPK_SITES, Alignment, align, not_materialised
 from eagle_trace_analysis.checks import (
     Shapes,
@@ -117,12 +117,15 @@ class _Comparison:
         ordered = self._in_order({node: replace(result, frontier=node in frontier) for node, result in results.items()})
         if reason is None and not frontier:
             reason = self._too_little(minimum_share) or self._no_numbers(results)
+        accept = predict(accept_length(self.serve), self.train, self.serve)
+        if reason is None and not frontier and (text := contradiction(accept)) is not None:
+            self.notes.append(Note("accept-length", text))
         return Diff(
             sites=tuple(ordered),
             coverage=self.alignment.coverage,
             minimum_share=minimum_share,
             incomparable=reason,
-            accept_length=predict(accept_length(self.serve), self.train, self.serve),
+            accept_length=accept,
             benign=tuple(self.benign),
             notes=tuple(self.notes),
             level=self.level,
