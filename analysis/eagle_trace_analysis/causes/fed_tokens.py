@@ -163,7 +163,7 @@ def _source(fed: Fed, wrong: Int) -> str:
     def at(offset: int) -> Int:
         found = np.full(len(wrong), UNKNOWN, dtype=np.int64)
         for n, row in enumerate(wrong):
-            tokens = fed.committed[int(rows.prompt_id[row])] if int(rows.prompt_id[row]) in fed.committed else ()
+            tokens = fed.committed.get(int(rows.prompt_id[row]), ())
             if offset < 0 and rows.step[row] > 1:
                 found[n] = rows.path[row, rows.step[row] - 2]
             elif 0 <= place[n] + offset < len(tokens):
