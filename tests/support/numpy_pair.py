@@ -64,6 +64,7 @@ class Doing:
         shift: position added to the row (root, path) of a round, or the same of all; fed: place of the token fed
             beside feature i, i + `fed`.
         feeds: (tokens, root, path, round) -> token fed, in place of `fed` and of the path's last.
+        feature: (root, round) -> the root whose feature the row is given.
         carry: (root, path) -> the row whose carry a draft step starts from.
         slot: (root, path) -> places that the row's key is written to besides its own.
         d2t: offsets used.
@@ -88,6 +89,7 @@ class Doing:
     shift: int | Callable[[int, Path_, int], int] = 0
     fed: int = 1
     feeds: Callable[[Sequence[int], int, Path_, int], int] | None = None
+    feature: Callable[[int, int], int] = lambda root, _round: root
     carry: Callable[[int, Path_], Key] = lambda root, path: (root, path[:-1])
     slot: Callable[[int, Path_], Sequence[int]] = lambda _root, _path: ()
     d2t: Any = None
@@ -142,7 +144,7 @@ class Runner:
 
         roots = [root for root, _ in keys]
         if step == 0:
-            fused = keep("fused", self.features[roots])
+            fused = keep("fused", self.features[[do.feature(root, self.round) for root in roots]])
             width = do.tensors["norm.weight"].shape[0]
             if fused.shape[1] != width:
                 for n in range(fused.shape[1] // width):

@@ -172,6 +172,12 @@ def faults() -> list[Planted]:
             train={"pick": lambda s: np.roll(layers(2, 4, 5)(s), 1, axis=0)},
         ),
         Planted(
+            "features-late-behind-verify-rounds",
+            "input-shift",
+            "target.hidden.0",
+            serve={"feature": lambda root, n: root - (n > 0)},
+        ),
+        Planted(
             "weights-dropped",
             "weights-dropped",
             "layer.0.hidden_norm",
