@@ -21,12 +21,11 @@ Warm = Callable[[], AbstractContextManager[None]]
 @contextmanager
 def warm_python() -> Iterator[list[str]]:
     """Start the server; the command that runs a module by it, for this process and those it starts."""
-    from eagle_trace_sglang.cpu import cpu_environment
-    from eagle_trace_sglang.plugin import CPU_KERNELS
+    from sglang_cpu_eagle import cpu_environment
 
     with tempfile.TemporaryDirectory(prefix="eagle-trace-warm-") as folder:
         address = str(Path(folder) / "socket")
-        environment = cpu_environment(os.environ) | {CPU_KERNELS: "1"}
+        environment = cpu_environment(os.environ)
         environment["PYTHONPATH"] = os.pathsep.join([environment["PYTHONPATH"], str(ROOT)])
         process = subprocess.Popen(
             [sys.executable, "-m", "tests.support.warm.server", address],
