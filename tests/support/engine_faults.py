@@ -8,6 +8,7 @@ one server can be recorded with many faults; without a name in the file it compu
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable
 from typing import Any
 
