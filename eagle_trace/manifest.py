@@ -95,6 +95,11 @@ class Manifest:
     files: dict[str, dict[str, int]] = field(default_factory=dict)
     format_version: int = FORMAT_VERSION
 
+    @property
+    def recording(self) -> str:
+        """Names one recording among others: when it was made, of which prompts; empty if neither is known."""
+        return f"{self.created} {self.prompts_digest}".strip()
+
     def to_json(self) -> str:
         """The manifest as indented JSON text."""
         for _ in range(_ATTEMPTS):

@@ -27,6 +27,8 @@ from eagle_trace_analysis.pairs import CODE_OF, MATCHED, UNMATCHED, Bool, Covera
 
 _TABLE_SITES = ("token", "position")
 TOPK_SITES = ("topk.draft_id", "topk.target_id")
+#: reasons that a row of a replayed trace cannot have: the replay was given its very tokens and chains
+_NOT_OF_A_REPLAY = [CODE_OF[reason] for reason in ("other-tokens", "answers-part", "not-given")]
 _ROTATED = (".attn.q_rope", ".attn.k_rope")
 
 
@@ -50,6 +52,8 @@ class Alignment:
         self._parted = _answers_part(*tables, self._numbers)
         on_serve = set(serve.prompts["prompt_key"])
         self.prompt_keys: list[str] = [key for key in train.prompts["prompt_key"] if key in on_serve]
+        #: whether training ran this very serve trace again: what it lacks of it then has no excuse
+        self.same_run = is_replay(train, serve)
         self._known: list[Pairs] = []
         self._topk: Pairs | None = None
         self.rows = self._match(train.rows, serve.rows)
@@ -110,8 +114,16 @@ class Alignment:
         pairs = pairs.without(parted_t[pairs.train], "answers-part")
         for fate, parted in ((pairs.train_fate, parted_t), (pairs.serve_fate, parted_s)):
             fate[(fate == UNMATCHED) & parted] = CODE_OF["answers-part"]
+        if self.same_run:
+            pairs.serve_fate[np.isin(pairs.serve_fate, _NOT_OF_A_REPLAY)] = UNMATCHED
         self._known.append(pairs)
         return pairs
+
+
+def is_replay(train: Trace, serve: Trace) -> bool:
+    """Whether the train trace says that it replays this very serve trace, and not another of the same prompts."""
+    name = serve.manifest.recording
+    return bool(name) and train.manifest.settings.get("replayed") == name
 
 
 def align(train: Trace, serve: Trace) -> Alignment:

@@ -297,6 +297,14 @@ class _Comparison:
         if len(steps) and not steps.any() and self.serve.rows.step.any():
             text = "only step 0 was compared: record the train side with --replay to compare draft steps too"
             self.notes.append(Note("draft-steps", text))
+        lacking = self.alignment.coverage.unmatched_serve
+        if self.alignment.same_run and lacking:
+            text = (
+                f"{lacking} of {len(self.serve.rows)} rows of the serve trace are not in the replay of it, so nothing "
+            )
+            text += "is said of them: training was recorded with fewer steps or a selection, or the server computed "
+            text += "rows that its own books do not know"
+            self.notes.append(Note("replay-lacks", text))
         excused = sum(r.metrics.excused for r in results.values() if isinstance(r.metrics, IdMetrics))
         if excused:
             self.benign.append(
