@@ -101,7 +101,7 @@ def _sources(recorded: Recorded, hidden: Real, bad: Int, parents: Int, allowed: 
         elif candidates.step[best] == recorded.keys.step[parent] and candidates.root[best] == recorded.keys.root[row]:
             found.append("the carry of another branch")
         else:
-            found.append("the carry of an earlier root")
+            found.append("the carry of another root")
     return found
 
 
