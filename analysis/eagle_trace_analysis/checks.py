@@ -209,19 +209,12 @@ def check_positions(alignment: Alignment) -> tuple[dict[int, SiteResult], list[N
 
     Rotary attention sees differences of positions only, and only within a prompt, so a shift that is the same
     for all rows of a prompt changes no attention weight. It must be all of them, prefill, extends and draft steps,
-    those without a partner too: a query may attend to their keys. The constant of a prompt is the median over its
-    rows.
+    those without a partner too: a query may attend to their keys.
     """
     pairs = alignment.rows
     offset = position_offset(pairs)
     prompts = pairs.train_keys.prompt_id[pairs.train]
-    # step 0 says what the constant is: drafts can outnumber it, and may be what is wrong
-    first = pairs.train_keys.step[pairs.train] == 0
-    of_prompt, at, inverse = np.unique(prompts, return_index=True, return_inverse=True)
-    constant = _median_of_each(prompts, offset)[at]
-    with_first, at = np.unique(prompts[first], return_index=True)
-    constant[np.searchsorted(of_prompt, with_first)] = _median_of_each(prompts[first], offset[first])[at]
-    constant = constant[inverse]
+    constant = _expected_offset(prompts, offset, pairs.train_keys.step[pairs.train] == 0)
     columns = pairs.train_keys.position[pairs.train], pairs.serve_keys.position[pairs.serve]
     shifted = f" (other rows: shifted by {_range(constant)})" if constant.any() else ""
     results = _integer_site(alignment, "position", offset != constant, columns, shifted)
@@ -238,6 +231,17 @@ def check_positions(alignment: Alignment) -> tuple[dict[int, SiteResult], list[N
     if cached is not None and cached.fillna(0).any():
         text += " unless those of the cached prefix, which the server did not compute here, are not"
     return results, [Note("position-offset", text)]
+
+
+def _expected_offset(prompts: Int32, offset: Int, first: NDArray[np.bool_]) -> Int:
+    """The constant that each pair's offset should be: that of its prompt's step-0 rows, `first`.
+
+    Drafts can outnumber those, and may be what is wrong. Where step 0 itself has several, rows that are not shifted
+    at all are taken for the right ones, so that what is named is the rows that are.
+    """
+    due, known = _constant_of_each(prompts, offset, np.flatnonzero(first))
+    unmoved = ~known & np.isin(prompts, prompts[first & (offset == 0)])
+    return np.where(unmoved, 0, np.where(known, due, _median_of_each(prompts, offset)))
 
 
 def _moved_alone(alignment: Alignment) -> dict[int, Divergence]:

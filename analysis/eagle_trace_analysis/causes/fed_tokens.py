@@ -89,7 +89,8 @@ def _ends(rows: Rows) -> Bool:
         rows.call_id[order][1:] == rows.call_id[order][:-1]
     )
     last[order[:-1]] = ~same
-    return last & (rows.step == 0)
+    ends: Bool = last & (rows.step == 0)
+    return ends
 
 
 def _committed(trace: Trace) -> tuple[dict[int, Int], dict[int, int]]:
@@ -108,7 +109,7 @@ def _committed(trace: Trace) -> tuple[dict[int, Int], dict[int, int]]:
         length = lengths[number] = int(row["num_prompt_tokens"] or 0)
         tokens = dict(enumerate(said)) | rounds.get(number, {})
         tokens |= dict(enumerate([*said[:length], *(row["output_ids"] or [])]))
-        ids = []
+        ids: list[int] = []
         while len(ids) in tokens:
             ids.append(tokens[len(ids)])
         found[number] = np.asarray(ids, dtype=np.int64)
@@ -189,16 +190,23 @@ def _source(fed: Fed, wrong: Int) -> str:
 
 
 def _due_elsewhere(fed: Fed, wrong: Int) -> Bool:
-    """Which wrong rows were fed a token that another prompt's row of the same forward was due."""
+    """Which wrong rows were fed the token that the row at their place in another request of the forward was due.
+
+    At their place: the last row of the request in an extend, or the same draft step. Others have no place that the
+    requests of a forward share, and with few tokens about, a long prefill holds any of them by chance.
+    """
     rows, due = fed.rows, fed.due
-    calls = np.flatnonzero(np.isin(rows.call_id, rows.call_id[wrong]))
-    held: dict[tuple[int, int], set[int]] = {}
-    for row in calls:
-        held.setdefault((int(rows.call_id[row]), int(due[row])), set()).add(int(rows.prompt_id[row]))
-    return np.array([
-        bool(held.get((int(rows.call_id[row]), int(rows.token_id[row])), set()) - {int(rows.prompt_id[row])})
-        for row in wrong
-    ])  # fmt: skip
+    placed = _ends(rows) | (rows.step > 0)
+    held: dict[tuple[int, int, int], set[int]] = {}
+    for row in np.flatnonzero(placed & np.isin(rows.call_id, rows.call_id[wrong])):
+        key = int(rows.call_id[row]), int(rows.step[row]), int(due[row])
+        held.setdefault(key, set()).add(int(rows.prompt_id[row]))
+
+    def elsewhere(row: int) -> bool:
+        key = int(rows.call_id[row]), int(rows.step[row]), int(rows.token_id[row])
+        return bool(placed[row] and held.get(key, set()) - {int(rows.prompt_id[row])})
+
+    return np.array([elsewhere(int(row)) for row in wrong])
 
 
 CAUSES = (
