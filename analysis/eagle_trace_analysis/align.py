@@ -73,7 +73,7 @@ class Alignment:
             return self.rows
         if site in TOPK_SITES:
             if self._topk is None:
-                self._topk = self._match(_topk_keys(self.train), _topk_keys(self.serve))
+                self._topk = self._match(topk_keys(self.train), topk_keys(self.serve))
             pairs = self._topk
         else:
             pairs = self._match(_all_keys(self.train.site_data(site)), _all_keys(self.serve.site_data(site)))
@@ -203,6 +203,15 @@ def lookup(keys: Rows, among: Rows) -> Int:
     known, first = np.unique(known, return_index=True)
     at = np.minimum(np.searchsorted(known, wanted), len(known) - 1)
     return np.where(known[at] == wanted, first[at], -1)
+
+
+def above(keys: Rows) -> Rows:
+    """Keys of the rows one draft step above; those of step 0 stay as they are."""
+    path = keys.path.copy()
+    if path.shape[1]:
+        at = np.flatnonzero(keys.step > 0)
+        path[at, keys.step[at] - 1] = -1
+    return replace(keys, step=np.maximum(keys.step - 1, 0), path=path)
 
 
 def topk_starts(rank: NDArray[np.integer]) -> Int:
@@ -351,7 +360,7 @@ def _no_rows() -> Rows:
     return Rows.build(prompt_id=[], root=[], step=[], token_id=[], position=[], call_id=0)
 
 
-def _topk_keys(trace: Trace) -> Rows:
+def topk_keys(trace: Trace) -> Rows:
     """Keys of the groups of topk.parquet, one row a group; whether a row saw its own path only is looked up
     in `rows`.
     """

@@ -202,7 +202,9 @@ class _Comparison:
             wrong = [
                 step for (site, step), result in results.items() if site == "logits" and result.verdict == "diverged"
             ]
-            results |= check_topk(self.alignment, self._logit_errors, wrong)
+            for node, result in check_topk(self.alignment, self._logit_errors, wrong).items():
+                if node not in results or results[node].divergence is None:
+                    results[node] = result
         return results
 
     def _both_have(self, site: str) -> bool:

@@ -110,6 +110,7 @@ IN_THE_ENGINE = {
     "bonus-of-another": ("tokens-fed-wrongly", "token"),
     "bonus-before": ("tokens-fed-wrongly", "token"),
     "draft-before": ("tokens-fed-wrongly", "token"),
+    "draft-unmapped": ("tokens-fed-wrongly", "token"),
     "features-late": ("input-shift", "target.hidden.0"),
     "features-of-another": ("features-degenerate", "target.hidden.0"),
     "carry-of-another": ("carry-of-another-row", "hidden"),

@@ -46,6 +46,7 @@ def install(worker: Any) -> None:
 
     runner.forward = faulty
     _patch_tail_tokens()
+    _patch_choice(worker)
     _patch_attention(runner, state)
 
 
@@ -115,6 +116,21 @@ def _patch_tail_tokens() -> None:
         return next_token_ids.to(batch.input_ids.dtype)
 
     eagle_worker_v2._eagle_prefill_tail_tokens = faulty
+
+
+def _patch_choice(worker: Any) -> None:
+    """`draft-unmapped`: behind the first one, draft steps go on from draft ids that nobody mapped to target ids."""
+    import torch
+    from sglang.srt.speculative import eagle_worker_v2
+
+    right, target_of = eagle_worker_v2.select_top_k_tokens, worker.hot_token_id
+
+    def faulty(i: int, topk_p: Any, topk_index: Any, *args: Any) -> Any:
+        if current() == "draft-unmapped" and i > 0:
+            topk_index = torch.searchsorted(target_of, topk_index.contiguous())
+        return right(i, topk_p, topk_index, *args)
+
+    eagle_worker_v2.select_top_k_tokens = faulty
 
 
 # ---- features and carries ------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from eagle_trace.reader import Trace
 from eagle_trace_analysis.causes.base import Cause, Outcome, confirmed, not_tested, ruled_out
 from eagle_trace_analysis.causes.tokens import is_shifted, lag
 from eagle_trace_analysis.context import Context
+from eagle_trace_analysis.topk import unmapped
 
 Int = NDArray[np.int64]
 Bool = NDArray[np.bool_]
@@ -133,6 +134,11 @@ def check(context: Context) -> Outcome:
     if not known:
         return not_tested("no row of the serve trace says which token was due", "record the serve side to its end")
     wrong = fed.wrong
+    if not len(wrong) and (raw := unmapped(context.serve)):
+        fix = (
+            "the server must map the draft's ids to target ids (d2t, its hot_token_id) at every draft step: update it, "
+        )
+        return confirmed("; ".join(one.words for one in raw), fix + "or report it", "token")
     if not len(wrong):
         return ruled_out(f"all {known:,} rows are fed what the target committed (step 0) or the draft proposed")
     if is_shifted(*lag(context.serve)):
