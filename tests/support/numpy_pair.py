@@ -65,6 +65,7 @@ class Doing:
             beside feature i, i + `fed`.
         feeds: (tokens, root, path, round) -> token fed, in place of `fed` and of the path's last.
         feature: (root, round) -> the root whose feature the row is given.
+        unmapped: behind the first one, draft steps go on from draft ids.
         carry: (root, path) -> the row whose carry a draft step starts from.
         slot: (root, path) -> places that the row's key is written to besides its own.
         d2t: offsets used.
@@ -89,6 +90,7 @@ class Doing:
     shift: int | Callable[[int, Path_, int], int] = 0
     fed: int = 1
     feeds: Callable[[Sequence[int], int, Path_, int], int] | None = None
+    unmapped: bool = False
     feature: Callable[[int, int], int] = lambda root, _round: root
     carry: Callable[[int, Path_], Key] = lambda root, path: (root, path[:-1])
     slot: Callable[[int, Path_], Sequence[int]] = lambda _root, _path: ()
@@ -222,7 +224,7 @@ class Runner:
         """Target id of the best draft id of a row."""
         draft = int(self.done[root, path]["logits"].argmax())
         offsets = self.do.tensors["d2t"] if self.do.d2t is None else self.do.d2t
-        return draft + int(offsets[draft])
+        return draft if path and self.do.unmapped else draft + int(offsets[draft])
 
 
 def serve_prompt(runner: Runner, prompt_tokens: int) -> list[dict[str, Any]]:

@@ -138,6 +138,7 @@ def faults() -> list[Planted]:
             "token",
             serve={"feeds": lambda x, root, path, _: path[0] if path else x[root + 1]},
         ),
+        Planted("draft-ids-unmapped", "tokens-fed-wrongly", "token", serve={"unmapped": True}),
         Planted("positions-of-the-prefill", "positions-wrong", "position", serve={"shift": lambda _r, _p, n: not n}),
         Planted(
             "positions-of-extends",
