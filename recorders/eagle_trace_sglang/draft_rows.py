@@ -182,7 +182,8 @@ class RowTracker:
 
     def first_root(self, rid: str) -> int:
         """First root of a request that was computed; those before it came from a prefix cache. 0 before any was."""
-        return min(self._any(rid).fed, default=0)
+        # a copy: the scheduler's thread may still add to it
+        return min(list(self._any(rid).fed), default=0)
 
     @property
     def warnings(self) -> list[str]:
