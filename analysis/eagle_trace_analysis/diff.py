@@ -13,7 +13,7 @@ from eagle_trace.capture import LEVELS
 from eagle_trace.errors import IncomparableError
 from eagle_trace.reader import Trace
 from eagle_trace.sites import Site, sites_of
-from eagle_trace_analysis.acceptance import accept_length
+from eagle_trace_analysis.acceptance import accept_length, contradiction
 from eagle_trace_analysis.align import TOPK_SITES, Alignment, align, not_materialised
 from eagle_trace_analysis.checks import (
     Shapes,
@@ -117,12 +117,15 @@ class _Comparison:
         ordered = self._in_order({node: replace(result, frontier=node in frontier) for node, result in results.items()})
         if reason is None and not frontier:
             reason = self._too_little(minimum_share) or self._no_numbers(results)
+        accept = predict(accept_length(self.serve), self.train, self.serve)
+        if reason is None and not frontier and (text := contradiction(accept)) is not None:
+            self.notes.append(Note("accept-length", text))
         return Diff(
             sites=tuple(ordered),
             coverage=self.alignment.coverage,
             minimum_share=minimum_share,
             incomparable=reason,
-            accept_length=predict(accept_length(self.serve), self.train, self.serve),
+            accept_length=accept,
             benign=tuple(self.benign),
             notes=tuple(self.notes),
             level=self.level,
@@ -204,7 +207,9 @@ class _Comparison:
             wrong = [
                 step for (site, step), result in results.items() if site == "logits" and result.verdict == "diverged"
             ]
-            results |= check_topk(self.alignment, self._logit_errors, wrong)
+            for node, result in check_topk(self.alignment, self._logit_errors, wrong).items():
+                if node not in results or results[node].divergence is None:
+                    results[node] = result
         return results
 
     def _both_have(self, site: str) -> bool:
@@ -299,6 +304,14 @@ class _Comparison:
         if len(steps) and not steps.any() and self.serve.rows.step.any():
             text = "only step 0 was compared: record the train side with --replay to compare draft steps too"
             self.notes.append(Note("draft-steps", text))
+        lacking = self.alignment.coverage.unmatched_serve
+        if self.alignment.same_run and lacking:
+            text = (
+                f"{lacking} of {len(self.serve.rows)} rows of the serve trace are not in the replay of it, so nothing "
+            )
+            text += "is said of them: training was recorded with fewer steps or a selection, or the server computed "
+            text += "rows that its own books do not know"
+            self.notes.append(Note("replay-lacks", text))
         excused = sum(r.metrics.excused for r in results.values() if isinstance(r.metrics, IdMetrics))
         if excused:
             self.benign.append(

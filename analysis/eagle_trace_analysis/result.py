@@ -134,6 +134,7 @@ class AcceptLength:
         predicted_basis: ``walk`` (each round starts where the one before ended) or ``rounds`` (the server's own).
         undecided: of `predicted_rounds`, those not known at every depth.
         better, worse: of the server's rounds, those where training would have had more accepted, or fewer.
+        branches: most branches that a proposed token had: 1 for a chain. What is predicted is always a chain's.
     """
 
     observed: float | None
@@ -147,6 +148,12 @@ class AcceptLength:
     undecided: int = 0
     better: int = 0
     worse: int = 0
+    branches: int = 1
+
+    @property
+    def comparable(self) -> bool:
+        """Whether observed and predicted are both known and both a chain's: a tree has more tokens to accept from."""
+        return self.observed is not None and self.predicted is not None and self.branches == 1
 
 
 @dataclass(frozen=True)

@@ -10,16 +10,14 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-FILE = "EAGLE_TRACE_TEST_FAULT"
+from tests.support import engine_inputs
+from tests.support.engine_inputs import FILE, current
+
+__all__ = ["FILE", "LIMIT", "current", "hook_plugin"]
+
 EPS, THETA, WINDOW, LIMIT = 1e-2, 500.0, 24, 32
-
-
-def current() -> str:
-    """Name of the fault to commit now, empty for none."""
-    return Path(os.environ[FILE]).read_text().strip()
 
 
 def hook_plugin() -> None:
@@ -57,6 +55,7 @@ def install(_result: Any, worker: Any, *_args: Any, **_kwargs: Any) -> None:
     _patch_output(layer.mlp.down_proj, "mlp-not-reduced", _half_product)
     _patch_output(layer.mlp.down_proj, "nan", _one_nan)
     _patch_cache(worker.draft_runner.token_to_kv_pool, state)
+    engine_inputs.install(worker)
 
 
 def _patch_output(module: Any, name: str, change: Callable[[Any, Any, Any], Any]) -> None:

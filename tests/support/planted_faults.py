@@ -127,10 +127,56 @@ def faults() -> list[Planted]:
         Planted("tokens-differ", "tokens-differ", "token", serve_write={"prompts": with_bos()}),
         Planted("input-shift", "input-shift", "token", serve={"fed": 0}),
         Planted(
+            "bonus-token-before",
+            "tokens-fed-wrongly",
+            "token",
+            serve={"feeds": lambda x, root, path, n: path[-1] if path else x[root + (0 if n else 1)]},
+        ),
+        Planted(
+            "draft-token-before",
+            "tokens-fed-wrongly",
+            "token",
+            serve={"feeds": lambda x, root, path, _: path[0] if path else x[root + 1]},
+        ),
+        Planted("draft-ids-unmapped", "tokens-fed-wrongly", "token", serve={"unmapped": True}),
+        Planted("positions-of-the-prefill", "positions-wrong", "position", serve={"shift": lambda _r, _p, n: not n}),
+        Planted(
+            "positions-of-extends",
+            "positions-wrong",
+            "position",
+            serve={"shift": lambda _, path, n: int(n > 0 and not path)},
+        ),
+        Planted(
+            "positions-of-all-extends", "positions-wrong", "position", serve={"shift": lambda _r, p, _n: 3 * (not p)}
+        ),
+        Planted(
+            "positions-of-steps", "positions-wrong", "position", serve={"shift": lambda _r, p, _n: int(len(p) > 0)}
+        ),
+        Planted("positions-that-grow", "positions-wrong", "position", serve={"shift": lambda _r, p, _n: len(p)}),
+        Planted("carry-of-the-first-step", "carry-of-another-row", "hidden", serve={"carry": lambda r, _: (r, ())}),
+        Planted(
+            "carry-of-the-root-before",
+            "carry-of-another-row",
+            "hidden",
+            serve={"carry": lambda r, path: (r - (len(path) == 1), path[:-1])},
+        ),
+        Planted(
+            "slot-of-the-first-step",
+            "kv-slot-of-another-step",
+            "layer.0.attn.context",
+            serve={"slot": lambda r, path: (r + 1,) if len(path) == 2 else ()},
+        ),
+        Planted(
             "features-one-row-late",
             "input-shift",
             "target.hidden.0",
             train={"pick": lambda s: np.roll(layers(2, 4, 5)(s), 1, axis=0)},
+        ),
+        Planted(
+            "features-late-behind-verify-rounds",
+            "input-shift",
+            "target.hidden.0",
+            serve={"feature": lambda root, n: root - (n > 0)},
         ),
         Planted(
             "weights-dropped",

@@ -85,6 +85,8 @@ def _accept_length(accept: AcceptLength) -> dict[str, Any]:
         "undecided": accept.undecided,
         "better": accept.better,
         "worse": accept.worse,
+        "branches": accept.branches,
+        "comparable": accept.comparable,
     }
 
 

@@ -190,15 +190,16 @@ def _accept_length(accept: AcceptLength) -> list[str]:
         return lines
     depths = ", ".join(f"{depth}: {share:.0%}" for depth, share in enumerate(accept.predicted_by_depth, start=1))
     where = "from round to round" if accept.predicted_basis == "walk" else "at the roots of the server's rounds"
-    lines.append(
-        f"{accept.predicted:.2f} predicted by the training forward on these tokens "
-        f"({accept.predicted_rounds} rounds, {where}); by depth {depths}"
-    )
+    what = "predicted by the training forward on these tokens"
+    if not accept.comparable:
+        what = "is what the training forward gets with a chain on these tokens, and no forecast of the tree of "
+        what += f"{accept.branches} branches that the server drafted"
+    lines.append(f"{accept.predicted:.2f} {what} ({accept.predicted_rounds} rounds, {where}); by depth {depths}")
     if accept.undecided:
         lines.append(
             f"{accept.undecided} of these are not known at every depth: record the training side again with --replay"
         )
-    if accept.better or accept.worse:
+    if accept.comparable and (accept.better or accept.worse):
         lines.append(
             f"training would have had more accepted in {accept.better} of the server's rounds, fewer in {accept.worse}"
         )
