@@ -124,11 +124,6 @@ class Manifest:
     format_version: int = FORMAT_VERSION
 
     @property
-    def recording(self) -> str:
-        """Names one recording among others: when it was made, of which prompts; empty if neither is known."""
-        return f"{self.created} {self.prompts_digest}".strip()
-
-    @property
     def ended_early(self) -> str | None:
         """A clause that says why the recording ended before it was done, None if it did not; for every reader."""
         return f"the recording ended early: {self.stopped}" if self.stopped else None
