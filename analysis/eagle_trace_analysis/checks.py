@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from eagle_trace.sites import Site
 from eagle_trace_analysis.align import TOPK_SITES, Alignment, not_materialised, position_offset, unequal_tokens
 from eagle_trace_analysis.metrics import IdMetrics
 from eagle_trace_analysis.pairs import Pairs
+from eagle_trace_analysis.params import differing, loaded, shown_at
 from eagle_trace_analysis.result import Divergence, Note, RowKey, SiteResult
 
 Int = NDArray[np.int64]
@@ -73,6 +74,37 @@ def _shape_facts(seen: set[tuple[int, str]]) -> dict[str, Any]:
     listed = sorted(seen)
     text = ", ".join(f"[T, {width}] {dtype}" if width else "present" for width, dtype in listed)
     return {"shape": ["T", listed[-1][0]], "dtype": listed[-1][1], "text": text}
+
+
+def check_parameters(
+    train: Trace, serve: Trace, results: Mapping[tuple[str, int], SiteResult]
+) -> dict[tuple[str, int], SiteResult]:
+    """Sites whose parameters as loaded are not the trained ones, where nothing else was seen to differ.
+
+    Args:
+        train, serve: the traces.
+        results: what was compared so far.
+    """
+    trained, served = loaded(train), loaded(serve)
+    by_site: dict[str, list[str]] = {}
+    for name in differing(train, serve):
+        by_site.setdefault(shown_at(name), []).append(name)
+    found = {}
+    for site, names in by_site.items():
+        known = results.get((site, 0)) or SiteResult(site, 0)
+        if known.divergence is None:
+            facts = [_parameter_facts(side[names[0]]) for side in (trained, served)]
+            are = "is not the trained one" if len(names) == 1 else "are not the trained ones"
+            why = f"as loaded, {', '.join(names)} {are} (norm {facts[1]['norm']:.6g}, trained {facts[0]['norm']:.6g})"
+            divergence = Divergence(site, 0, "parameters", why, *facts)
+            found[site, 0] = replace(known, divergence=divergence, reason=None)
+    return found
+
+
+def _parameter_facts(row: Mapping[str, Any]) -> dict[str, Any]:
+    shape = list(row["shape"])
+    text = f"{row['canonical_name']} {shape} {row['dtype']}, norm {row['norm']:.6g}"
+    return {"shape": shape, "dtype": row["dtype"], "norm": row["norm"], "digest": row["digest"], "text": text}
 
 
 @dataclass(frozen=True)

@@ -54,11 +54,17 @@ class Context:
         self.train_target_path = given.target or _path(train.manifest.target)
         self.problems: dict[str, str] = {}
         self._results: dict[str, list[SiteResult]] = {}
-        for result in diff.sites:
-            self._results.setdefault(result.site, []).append(result)
+        self.take(diff)
         self._judged: dict[tuple[str, int], Replayed] = {}
 
     # ---- the comparison ------------------------------------------------------------------------------------
+
+    def take(self, diff: Diff) -> None:
+        """Go on with another reading of the same comparison."""
+        self.diff = diff
+        self._results = {}
+        for result in diff.sites:
+            self._results.setdefault(result.site, []).append(result)
 
     def results(self, site: str) -> list[SiteResult]:
         """A site's results, step by step; [] if it is on neither side."""

@@ -13,6 +13,7 @@ from eagle_trace_analysis.causes.base import RECORD_VALUES, Verdict, not_tested
 from eagle_trace_analysis.causes.parameters import not_loaded, site_of
 from eagle_trace_analysis.context import Checkpoints, Context
 from eagle_trace_analysis.params import same
+from eagle_trace_analysis.proof import with_proven
 from eagle_trace_analysis.replay import Replayed
 from eagle_trace_analysis.result import Diff
 from eagle_trace_analysis.steps import STEPS
@@ -84,19 +85,28 @@ def diagnose(diff: Diff, train: Trace, serve: Trace, checkpoints: Checkpoints | 
         train, serve: the traces.
         checkpoints: folders that override those of the manifests.
     """
-    context = Context(diff, train, serve, checkpoints)
+    return _diagnose(Context(diff, train, serve, checkpoints))
+
+
+def _diagnose(context: Context) -> Diagnosis:
+    replayed = _replay(context)
+    context.take(with_proven(context.diff, replayed))
     verdicts = [_look(context, name) for name in REGISTRY]
     order = {name: at for at, name in enumerate(REGISTRY)}
     verdicts.sort(key=lambda one: (_ORDER[one.verdict], _place(one.site), order[one.cause]))
-    replayed = _replay(context)
     return Diagnosis(tuple(verdicts), replayed, _unexplained(context, verdicts, replayed))
 
 
 def diagnosed(diff: Diff, train: Trace, serve: Trace, checkpoints: Checkpoints | None = None) -> Diff:
-    """`diff` with its diagnosis; a comparison that could not be made has none."""
+    """`diff` with its diagnosis, and with the steps that are proved faulty by themselves as divergences.
+
+    A comparison that could not be made has no diagnosis.
+    """
     if not diff.sites:
         return diff
-    return replace(diff, diagnosis=diagnose(diff, train, serve, checkpoints))
+    context = Context(diff, train, serve, checkpoints)
+    diagnosis = _diagnose(context)
+    return replace(context.diff, diagnosis=diagnosis)
 
 
 def _look(context: Context, name: str) -> CauseVerdict:

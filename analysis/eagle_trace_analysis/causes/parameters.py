@@ -2,47 +2,13 @@
 
 from __future__ import annotations
 
-import re
-
 from eagle_trace_analysis.causes.base import Cause, Outcome, clipped, confirmed, not_tested, ruled_out
 from eagle_trace_analysis.checkpoint import engine
 from eagle_trace_analysis.context import Context
-from eagle_trace_analysis.params import same
+from eagle_trace_analysis.params import same, site_of
 
-#: where a parameter is first used, by the end of its name
-USED_AT = {
-    "fc.weight": "fc.out",
-    "fc.bias": "fc.out",
-    "embed_tokens.weight": "embed",
-    "input_layernorm.weight": "embed_norm",
-    "hidden_norm.weight": "hidden_norm",
-    "self_attn.q_proj.weight": "attn.q",
-    "self_attn.q_norm.weight": "attn.q",
-    "self_attn.k_proj.weight": "attn.k",
-    "self_attn.k_norm.weight": "attn.k",
-    "self_attn.v_proj.weight": "attn.v",
-    "self_attn.o_proj.weight": "attn.out",
-    "post_attention_layernorm.weight": "mlp.norm",
-    "mlp.gate_proj.weight": "mlp.gate",
-    "mlp.up_proj.weight": "mlp.up",
-    "mlp.down_proj.weight": "mlp.out",
-    "lm_head.weight": "logits",
-}
 #: what causes of their own speak about
 ELSEWHERE = ("d2t", "t2d", "embed_tokens.weight", "input_norm.", "fc_norm.")
-
-
-def site_of(name: str) -> str | None:
-    """The site a parameter shows at first."""
-    if name == "norm.weight":
-        return "norm"
-    layer = re.match(r"layers\.(\d+)\.(.+)$", name)
-    end = layer.group(2) if layer else name
-    if engine.entering_norm(name):
-        end = "hidden_norm.weight"
-    if end not in USED_AT:
-        return None
-    return f"layer.{layer.group(1)}.{USED_AT[end]}" if layer else USED_AT[end]
 
 
 def not_loaded(context: Context) -> list[str]:

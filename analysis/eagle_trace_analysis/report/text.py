@@ -90,6 +90,8 @@ def _answer(diff: Diff, width: int) -> list[Text]:
     if diff.incomparable is not None:
         lines[0].append(": the two traces could not be compared", style="default")
         lines.append(Text(diff.incomparable))
+    elif first is not None and first.kind in ("parameters", "step"):
+        lines += _proven(first, lines[0], width)
     elif first is not None:
         long = f": train and serve first part at {_where(first)} ({first.kind})"
         fits = len(diff.verdict) + len(long) <= width
@@ -105,6 +107,19 @@ def _answer(diff: Diff, width: int) -> list[Text]:
     text = f"coverage: {coverage.matched} of {comparable} serve rows have a train row ({coverage.share:.0%})"
     lines.append(Text(text + (f", {skipped} skipped" if skipped else "")))
     return lines
+
+
+def _proven(first: Divergence, line: Text, width: int) -> list[Text]:
+    """What is proved of one site alone: completes the first line, and gives the second."""
+    if first.kind == "step":
+        line.append(f": {_where(first)} is not what the trained weights compute", style="default")
+        return [Text(f"within rounding end to end, but by itself: {_facts(first.serve)}")]
+    line.append(f": the weights served at {first.site} are not the trained ones", style="default")
+    names = [str(facts.get("text", "")).partition(" ")[0] for facts in (first.train, first.serve)]
+    short = [_facts({k: v for k, v in facts.items() if k != "text"}) for facts in (first.train, first.serve)]
+    text = f"{names[0]}: {short[1]}, trained {short[0]}"
+    return [Text(text if len(text) <= width else f"{names[0]}: norm {first.serve['norm']:.6g}, "
+                 f"trained {first.train['norm']:.6g}")]  # fmt: skip
 
 
 def _where(one: Divergence) -> str:

@@ -1,0 +1,247 @@
+"""Faults under the rounding: what of a step's error is systematic.
+
+Rounding is random and a fault is not. A down projection scaled by 1.005 moves its elements by about one rounding of
+bfloat16, so no size tells it from a healthy one; over some hundred rows and channels it stands out all the same. So the
+error of a step, recorded minus recomputed from recorded inputs (`eagle_trace_analysis.replay`), is looked at in two
+ways. Let d_tc be the error and y_tc the recomputed value of row t and channel c, both over the RMS of channel c.
+
+**The coherent part.** Rows that are alike have alike errors if the error is a function of the row: with other weights,
+another scale, an offset, another rotation. Roundings of two rows have nothing to do with each other. With K_ts the
+cosine between the rows y_t and y_s and G_ts = <d_t, d_s> / (|y_t| |y_s|), summed over pairs of different rows::
+
+    coherent^2 = sum K_ts G_ts / sum K_ts^2          z = sum K_ts G_ts / sqrt(2 sum K_ts^2 G_ts^2)
+
+`coherent` is the RMS relative error that follows the rows (for a common scale, d = a y, it is a), and z is the
+sum over its standard deviation if the sign of each row's error were a coin's. Equal rows count once and pairs of rows
+nearer than `NEAR` not at all: the same number is rounded the same way twice.
+
+**The slope of a channel**, b_c = <d_c, y_c> / <y_c, y_c>, finds one wrong channel among hundreds, which the sum above
+averages away. Its standard error is the larger of two: of the residuals, weighted by leverage (HC3, MacKinnon and White
+1985), so that a slope which stands on one huge row is not believed; and of the roundings alone. The common `scale` is
+the smaller of the median slope over channels and over rows, with the standard errors of the two medians.
+
+**What is judged.** Both the size and its significance: `coherent` beyond `COHERENT` u with z > `SIGNIFICANT`, or one
+channel's slope beyond `CHANNEL` u and `SIGNIFICANT` standard errors. u is 2^-8 (bfloat16), 2^-11 (float16), and
+32 x 2^-24 in float32, where the order of a sum shows in the same way. And only where it is beyond `FACTOR` times that
+of the training side's own replay of the step (the control): hosts have habits, such as cosines and sines rounded to
+bfloat16, that are systematic and healthy.
+
+CALIBRATION
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eagle_trace_analysis.tolerance import FACTOR, ONE_ROUNDING, UNIT
+
+Real = NDArray[Any]
+Float64 = NDArray[np.float64]
+
+#: rows looked at, and how few distinct ones say nothing
+MOST_ROWS, FEWEST_ROWS = 128, 12
+#: pairs of rows with a larger cosine are too much alike to be rounded independently
+NEAR = 0.99
+SIGNIFICANT = 8.0
+#: limits in units of u; a rotation's cosines and sines may be rounded once more, for all rows alike
+COHERENT, COHERENT_ROTATION = 0.25, 0.6
+#: of one channel's slope: a single rounding is never off by more than one u
+CHANNEL = 2.0
+#: a float32 host sums in float32, and how it does is no accident: its limits are so many times as wide
+FLOAT32 = 32.0
+#: channels below this share of the largest one's power are dead
+_DEAD = 1e-12
+#: standard error of a median over that of a mean, and of a sample's spread from its median absolute deviation
+_MEDIAN, _MAD = 1.2533, 1.4826
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What is allowed of the systematic part of a step's error, relative.
+
+    Attributes:
+        noise: RMS error of the step's roundings.
+        coherent: of the part that follows the rows.
+        channel: of the slope of one channel.
+    """
+
+    noise: float
+    coherent: float
+    channel: float
+
+    @classmethod
+    def of(cls, unit: float, roundings: float, position: float | None = None) -> Limits:
+        """Limits of a step.
+
+        Args:
+            unit: u of the dtype recorded.
+            roundings: of the step, on one side.
+            position: of a rotation, the largest position; hosts hold frequencies in float32, so that the angle is off
+                by as many times its unit. None for any other step.
+        """
+        wide = unit * (FLOAT32 if unit <= UNIT["float32"] else 1.0)
+        coherent = COHERENT * wide if position is None else COHERENT_ROTATION * wide + UNIT["float32"] * position
+        return cls(ONE_ROUNDING * unit * math.sqrt(roundings), coherent, CHANNEL * wide)
+
+
+@dataclass(frozen=True)
+class Systematic:
+    """The systematic part of one step's error. Errors are relative.
+
+    Attributes:
+        rows: distinct rows it stands on.
+        coherent, coherent_z: RMS error that follows the rows (negative: rows that are alike have unlike errors),
+            and its significance.
+        scale, scale_error: common factor of all channels and rows, and its standard error.
+        channel: the channel whose slope is the largest of the significant ones; None if none is significant.
+        channel_scale, channel_scale_error: factor of that channel; of no channel, 1 and 0.
+        offset: RMS over channels of the mean error of a channel, over the channel's RMS.
+        limits: what may be.
+    """
+
+    rows: int
+    coherent: float
+    coherent_z: float
+    scale: float
+    scale_error: float
+    channel: int | None
+    channel_scale: float
+    channel_scale_error: float
+    offset: float
+    limits: Limits
+
+    def excess(self, control: Systematic | None = None) -> float:
+        """What is significant, over what is allowed beside a healthy `control`: beyond 1 it is a fault, 0 is nothing.
+
+        Without a control, over the limits alone.
+        """
+        coherent, channel = self.limits.coherent, self.limits.channel
+        if control is not None:
+            coherent = max(coherent, FACTOR * abs(control.coherent))
+            channel = max(channel, FACTOR * abs(control.channel_scale - 1))
+        found = self.coherent / coherent if self.coherent_z > SIGNIFICANT else 0.0
+        return max(found, abs(self.channel_scale - 1) / channel)
+
+    def figures(self) -> dict[str, float | int | None]:
+        """The figures by name."""
+        return {name: value for name, value in vars(self).items() if name not in ("rows", "limits")}
+
+    def words(self) -> str:
+        """What kind of fault it is, in figures."""
+        if abs(self.scale - 1) > max(self.coherent / 2, SIGNIFICANT * self.scale_error):
+            return f"scale {_with_error(self.scale, self.scale_error)}"
+        if self.channel is not None and abs(self.channel_scale - 1) > max(self.limits.channel, FACTOR * self.coherent):
+            factor = _with_error(self.channel_scale, self.channel_scale_error)
+            return f"channel {self.channel} has scale {factor}"
+        if self.offset > 0.9 * self.coherent > 0:
+            return f"an offset of {self.offset:.2g} of its size is added"
+        return f"{self.coherent:.2g} of its size is an error that follows the inputs, which rounding does not"
+
+
+def systematic(recorded_TC: Real, expected_TC: Real, channels: NDArray[np.int64], limits: Limits) -> Systematic | None:
+    """The systematic part of recorded - expected; None on too few distinct rows, or where nothing is known to differ.
+
+    Args:
+        recorded_TC: rows of a step as recorded, [T, C].
+        expected_TC: the same recomputed in one dtype higher.
+        channels: which channels they are, int64 [C].
+        limits: of the step.
+    """
+    rows = _distinct(expected_TC)
+    y, x = expected_TC[rows], recorded_TC[rows]
+    power = np.einsum("tc,tc->c", y, y)
+    finite = np.isfinite(power) & np.isfinite(x.sum(axis=0))
+    live = np.flatnonzero(finite & (power > _DEAD * power.max(initial=0, where=finite)))
+    if len(rows) < FEWEST_ROWS or not live.size:
+        return None
+    if live.size < y.shape[1]:
+        x, y, power = x[:, live], y[:, live], power[live]
+    # in units of the channel's RMS; float32 holds what is left
+    rms = np.sqrt(power / len(rows))
+    d = ((x - y) / rms).astype(np.float32)
+    y = (y / rms).astype(np.float32)
+    norm = np.sqrt(np.maximum(np.einsum("tc,tc->t", y, y), np.float32(1e-30)))
+    coherent, z = _coherent(d / norm[:, None], y / norm[:, None])
+    slope_c = np.einsum("tc,tc->c", d, y) / len(rows)
+    slope_t = np.einsum("tc,tc->t", d, y) / (norm * norm)
+    noise = limits.noise**2
+    at, error = _channel(d, y, slope_c, noise)
+    scale, scale_error = _scale(slope_c, slope_t, noise)
+    mean = d.mean(axis=0, dtype=np.float64)
+    scatter = max(0.0, float((mean * mean).mean()) - float(d.var(axis=0).mean()) / len(rows))
+    return Systematic(
+        rows=len(rows),
+        coherent=coherent,
+        coherent_z=z,
+        scale=1 + scale,
+        scale_error=scale_error,
+        channel=None if at is None else int(channels[live[at]]),
+        channel_scale=1.0 if at is None else 1 + float(slope_c[at]),
+        channel_scale_error=error,
+        offset=float(np.sqrt(scatter)),
+        limits=limits,
+    )
+
+
+def _with_error(value: float, error: float) -> str:
+    """1.0050 +- 0.0002, to the first digit of the error."""
+    digits = min(9, max(4, math.ceil(-math.log10(error)))) if error > 0 else 6
+    return f"{value:.{digits}f} +- {error:.{digits}f}"
+
+
+def _distinct(rows_TC: Real) -> NDArray[np.int64]:
+    """Rows that differ from each other, the first of each kind, at most `MOST_ROWS` evenly spaced ones, ascending."""
+    # a few channels tell rows apart
+    few = np.ascontiguousarray(rows_TC[:, :: max(1, rows_TC.shape[1] // 8)])
+    _, first = np.unique(few.view(np.dtype((np.void, few.dtype.itemsize * few.shape[1]))), return_index=True)
+    first.sort()
+    if len(first) > MOST_ROWS:
+        first = first[np.linspace(0, len(first) - 1, MOST_ROWS).astype(np.int64)]
+    return first
+
+
+def _coherent(d_TC: Real, y_TC: Real) -> tuple[float, float]:
+    """The coherent part of errors and its significance; both over the norms of the rows."""
+    alike, errors = y_TC @ y_TC.T, d_TC @ d_TC.T
+    alike[np.abs(alike) > NEAR] = 0  # each row with itself, too
+    product = (alike * errors).astype(np.float64)
+    total, weight = float(product.sum()), float(np.square(alike, dtype=np.float64).sum())
+    spread = float(np.sqrt(2 * np.square(product).sum()))
+    if not weight or not spread:
+        return 0.0, 0.0
+    share = total / weight
+    return float(np.copysign(np.sqrt(abs(share)), share)), total / spread
+
+
+def _channel(d_TC: Real, y_TC: Real, slope_C: Real, noise: float) -> tuple[int | None, float]:
+    """The largest significant slope's channel and its standard error; (None, 0) if none is significant."""
+    # the few largest are enough: a smaller one is judged no worse
+    largest = np.argsort(-np.abs(slope_C))[:16]
+    count = len(d_TC)
+    d, y = (one[:, largest].astype(np.float64) for one in (d_TC, y_TC))
+    square = y * y
+    leverage = np.minimum(square / count, 1 - 1e-3)
+    residual = (d - slope_C[largest] * y) / (1 - leverage)
+    variance = np.maximum((residual * residual * square).sum(axis=0), noise * (square * square).sum(axis=0))
+    error = np.sqrt(variance) / count
+    significant = np.flatnonzero(np.abs(slope_C[largest]) > SIGNIFICANT * error)
+    if not significant.size:
+        return None, 0.0
+    return int(largest[significant[0]]), float(error[significant[0]])
+
+
+def _scale(slope_C: Real, slope_T: Real, noise: float) -> tuple[float, float]:
+    """What is common to the slopes of channels and of rows, and its standard error."""
+    medians, variance = [], noise / max(1, len(slope_C) * len(slope_T))
+    for slopes in (slope_C, slope_T):
+        middle = float(np.median(slopes))
+        spread = _MAD * float(np.median(np.abs(slopes - middle)))
+        medians.append(middle)
+        variance += spread * spread / len(slopes)
+    agreed = min(medians, key=abs) if medians[0] * medians[1] > 0 else 0.0
+    return agreed, _MEDIAN * float(np.sqrt(variance))
