@@ -224,7 +224,8 @@ class Replay:
 
     def _limits(self, site: str) -> Limits:
         unit = self._unit(site)
-        return Limits.of(unit, self._roundings(site, unit), self._last_position if "_rope" in site else None)
+        position = self._last_position if "_rope" in site else 0.0
+        return Limits.of(unit, self._roundings(site, unit), product=site.endswith(_PRODUCTS), position=position)
 
     @property
     def _last_position(self) -> float:

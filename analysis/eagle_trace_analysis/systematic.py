@@ -20,11 +20,16 @@ averages away. Its standard error is the larger of two: of the residuals, weight
 1985), so that a slope which stands on one huge row is not believed; and of the roundings alone. The common `scale` is
 the smaller of the median slope over channels and over rows, with the standard errors of the two medians.
 
-**What is judged.** Both the size and its significance: `coherent` beyond `COHERENT` u with z > `SIGNIFICANT`, or one
+**What is judged.** Both the size and its significance: z > `SIGNIFICANT` and `coherent` beyond its limit, or one
 channel's slope beyond `CHANNEL` u and `SIGNIFICANT` standard errors. u is 2^-8 (bfloat16), 2^-11 (float16), and
 32 x 2^-24 in float32, where the order of a sum shows in the same way. And only where it is beyond `FACTOR` times that
-of the training side's own replay of the step (the control): hosts have habits, such as cosines and sines rounded to
-bfloat16, that are systematic and healthy.
+of the training side's own replay of the step (the control).
+
+The limit of `coherent` is what the step's roundings amount to if all of them are coherent, 0.425 u sqrt(R): the
+rounding of an elementwise step may well follow its inputs. A norm's weight of 1 - 2^-8 takes off one last digit of
+bfloat16 from each element, never less; what is added to a stream and is below half a digit of it is lost each time;
+cosines and sines are rounded once for all rows. In a matrix product such things drown in the sum: there it is
+`PRODUCT` u.
 
 CALIBRATION
 """
@@ -48,8 +53,8 @@ MOST_ROWS, FEWEST_ROWS = 128, 12
 #: pairs of rows with a larger cosine are too much alike to be rounded independently
 NEAR = 0.99
 SIGNIFICANT = 8.0
-#: limits in units of u; a rotation's cosines and sines may be rounded once more, for all rows alike
-COHERENT, COHERENT_ROTATION = 0.25, 0.6
+#: limit of a product's coherent part, in units of u
+PRODUCT = 0.3
 #: of one channel's slope: a single rounding is never off by more than one u
 CHANNEL = 2.0
 #: a float32 host sums in float32, and how it does is no accident: its limits are so many times as wide
@@ -75,18 +80,20 @@ class Limits:
     channel: float
 
     @classmethod
-    def of(cls, unit: float, roundings: float, position: float | None = None) -> Limits:
+    def of(cls, unit: float, roundings: float, *, product: bool = False, position: float = 0.0) -> Limits:
         """Limits of a step.
 
         Args:
             unit: u of the dtype recorded.
             roundings: of the step, on one side.
-            position: of a rotation, the largest position; hosts hold frequencies in float32, so that the angle is off
-                by as many times its unit. None for any other step.
+            product: whether the step is a matrix product.
+            position: of a rotation, the largest position: hosts hold frequencies in float32, so that an angle is off by
+                as many times its unit. 0 for any other step.
         """
         wide = unit * (FLOAT32 if unit <= UNIT["float32"] else 1.0)
-        coherent = COHERENT * wide if position is None else COHERENT_ROTATION * wide + UNIT["float32"] * position
-        return cls(ONE_ROUNDING * unit * math.sqrt(roundings), coherent, CHANNEL * wide)
+        noise = ONE_ROUNDING * math.sqrt(roundings)
+        coherent = (PRODUCT if product else noise) * wide + UNIT["float32"] * position
+        return cls(noise * unit, coherent, CHANNEL * wide)
 
 
 @dataclass(frozen=True)
