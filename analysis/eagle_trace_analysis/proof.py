@@ -7,14 +7,13 @@ same recomputation, is a divergence whatever the figures end to end, and is name
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
 
 from eagle_trace.sites import sites_of
 from eagle_trace_analysis.frontier import find_frontier
 from eagle_trace_analysis.metrics import Metrics
-from eagle_trace_analysis.replay import Measured, Replayed
+from eagle_trace_analysis.replay import Replayed
 from eagle_trace_analysis.result import Diff, Divergence, SiteResult
 
 
@@ -47,13 +46,15 @@ def _proven(one: Replayed, known: SiteResult) -> Divergence | None:
     loaded = known.divergence if known.divergence is not None and known.divergence.kind == "parameters" else None
     if known.verdict != "agree" and loaded is None:
         return None
-    why = f"recomputed from the server's own inputs with the trained weights: {one.serve.against()}"
+    why = f"recomputed from the server's own inputs as trained: {one.serve.brief()}"
+    if (control := one.train.systematic) is not None and one.serve.excess > 1:
+        why += f" (training's own: scale {control.scale:.5f}, error {abs(control.coherent):.1e})"
     if (within := _within(known)) is not None:
-        why += f"; end to end within tolerance ({within})"
+        why += f"; end to end within tolerance: {within}"
     if loaded is not None:
         why += f"; {loaded.why}"
-    facts = _facts(one.train), _facts(one.serve)
-    return Divergence(one.site, one.step, "step", why, facts[0], facts[1] | {"text": one.serve.brief()})
+    served = {**one.serve.figures(), "text": one.serve.brief()}
+    return Divergence(one.site, one.step, "step", why, one.train.figures(), served)
 
 
 def _within(known: SiteResult) -> str | None:
@@ -62,7 +63,3 @@ def _within(known: SiteResult) -> str | None:
         return None
     allowed = tolerance.allowed["rho_median"]
     return f"median row error {metrics.rho_median:.1e}, {allowed:.1e} allowed"
-
-
-def _facts(measured: Measured) -> Mapping[str, Any]:
-    return dict(measured.figures())

@@ -57,6 +57,8 @@ SIGNIFICANT = 8.0
 PRODUCT = 0.3
 #: of one channel's slope: a single rounding is never off by more than one u
 CHANNEL = 2.0
+#: an error that is the same in all rows, as a share of what follows the rows
+OFFSET = 0.9
 #: a float32 host sums in float32, and how it does is no accident: its limits are so many times as wide
 FLOAT32 = 32.0
 #: channels below this share of the largest one's power are dead
@@ -145,54 +147,13 @@ class Systematic:
         if self.channel is not None and abs(self.channel_scale - 1) > max(self.limits.channel, FACTOR * self.coherent):
             factor = _with_error(self.channel_scale, self.channel_scale_error)
             return f"channel {self.channel} has scale {factor}"
-        if self.offset > 0.9 * self.coherent > 0:
-            return f"an offset of {self.offset:.2g} of its size is added"
-        return f"{self.coherent:.2g} of its size is an error that follows the inputs, which rounding does not"
+        if self.offset > OFFSET * self.coherent:
+            return f"an offset of {_share(self.offset)} is added"
+        return f"an error of {_share(self.coherent)} follows the inputs"
 
 
-def systematic(recorded_TC: Real, expected_TC: Real, channels: NDArray[np.int64], limits: Limits) -> Systematic | None:
-    """The systematic part of recorded - expected; None on too few distinct rows, or where nothing is known to differ.
-
-    Args:
-        recorded_TC: rows of a step as recorded, [T, C].
-        expected_TC: the same recomputed in one dtype higher.
-        channels: which channels they are, int64 [C].
-        limits: of the step.
-    """
-    rows = _distinct(expected_TC)
-    y, x = expected_TC[rows], recorded_TC[rows]
-    power = np.einsum("tc,tc->c", y, y)
-    finite = np.isfinite(power) & np.isfinite(x.sum(axis=0))
-    live = np.flatnonzero(finite & (power > _DEAD * power.max(initial=0, where=finite)))
-    if len(rows) < FEWEST_ROWS or not live.size:
-        return None
-    if live.size < y.shape[1]:
-        x, y, power = x[:, live], y[:, live], power[live]
-    # in units of the channel's RMS; float32 holds what is left
-    rms = np.sqrt(power / len(rows))
-    d = ((x - y) / rms).astype(np.float32)
-    y = (y / rms).astype(np.float32)
-    norm = np.sqrt(np.maximum(np.einsum("tc,tc->t", y, y), np.float32(1e-30)))
-    coherent, z = _coherent(d / norm[:, None], y / norm[:, None])
-    slope_c = np.einsum("tc,tc->c", d, y) / len(rows)
-    slope_t = np.einsum("tc,tc->t", d, y) / (norm * norm)
-    noise = limits.noise**2
-    at, error = _channel(d, y, slope_c, noise)
-    scale, scale_error = _scale(slope_c, slope_t, noise)
-    mean = d.mean(axis=0, dtype=np.float64)
-    scatter = max(0.0, float((mean * mean).mean()) - float(d.var(axis=0).mean()) / len(rows))
-    return Systematic(
-        rows=len(rows),
-        coherent=coherent,
-        coherent_z=z,
-        scale=1 + scale,
-        scale_error=scale_error,
-        channel=None if at is None else int(channels[live[at]]),
-        channel_scale=1.0 if at is None else 1 + float(slope_c[at]),
-        channel_scale_error=error,
-        offset=float(np.sqrt(scatter)),
-        limits=limits,
-    )
+def _share(value: float) -> str:
+    return f"{100 * value:.2f} %" if value > 1e-3 else f"{value:.1e}"
 
 
 def _with_error(value: float, error: float) -> str:
