@@ -28,6 +28,7 @@ IDS = {
     "input-shift",
     "weights-dropped",
     "weights-missing",
+    "weights-differ",
     "lm-head-tied",
     "lm-head-from-target",
     "embedding-replaced",

@@ -18,10 +18,11 @@ from eagle_trace_analysis.causes import (
     rope,
     target,
     tokens,
+    weights,
 )
 from eagle_trace_analysis.causes.base import Cause, Outcome
 
-_MODULES = (tokens, fed, layer_ids, target, parameters, head, embedding, d2t, norms, rope, qkv, attention, parallel,
+_MODULES = (tokens, fed, layer_ids, target, parameters, weights, head, embedding, d2t, norms, rope, qkv, attention, parallel,
             nonfinite, benign)  # fmt: skip
 
 #: by name
