@@ -334,7 +334,10 @@ class Context:
                 theirs = replace(theirs, partial=mine.partial)
             if theirs != mine:
                 changed["rope"] = theirs
-                words.append(theirs.words())
+                if (bare := replace(theirs, partial=mine.partial)) != mine:
+                    words.append(bare.words())
+                if theirs.partial != mine.partial:
+                    words.append(f"{theirs.partial:g} of each head rotated")
         weights = replay.weights
         held = {one.name: one.held for one in self.apart if one.held is not None} if "weights" not in own else {}
         for name, tensor in held.items():

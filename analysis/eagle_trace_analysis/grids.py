@@ -122,8 +122,8 @@ def _lies_on(y: Real, x: Real, step: Real, values: Real, unit: float, start: Rea
     """Whether y lies on `start` + `values` x step (None if not), and if so whether it is x rounded to it."""
     scaled = (y - start) / step
     near, gap = _nearest(scaled, values)
-    # only where the rounding they were stored with is small against a step; the ends of a group are on it by design, and
-    # numbers that are small against a step would round to zero
+    # only where the rounding they were stored with is small against a step; the ends of a group are on it by design,
+    # and numbers that are small against a step would round to zero
     telling = (np.abs(y / step) * unit < 0.05 * gap) & (scaled < 0.98 * values.max()) & (scaled > 0.98 * values.min())
     telling &= np.abs(y / step) > 0.5 * np.abs(values[values != 0]).min()
     if telling.sum() < max(FEWEST, 0.02 * y.size):

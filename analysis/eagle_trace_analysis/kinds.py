@@ -112,13 +112,15 @@ def kind_of(was: StoredTensor, held: StoredTensor, *, head: int | None = None, p
     if np.array_equal(x, y):
         return _elsewhere(pair, head)
     error = _relative(y - x, x)
-    for look in (_constant, _cast, _scaled, _shifted):
+    if (found := _constant(pair, error) or _few(pair, error, head)) is not None:
+        return found
+    for look in (_cast, _scaled, _shifted):
         if (found := look(pair, error)) is not None:
             return found
     for kind in (_rows_moved(pair, error, head), _columns_moved(pair, error, parts), _transposed(pair, error)):
         if kind is not None:
             return kind
-    return _few(pair, error, head) or _on_a_grid(pair, error) or _low_rank(pair, error) or _dense(pair, error)
+    return _on_a_grid(pair, error) or _low_rank(pair, error) or _dense(pair, error)
 
 
 def _relative(off: Real, x: Real) -> float:
@@ -140,7 +142,9 @@ def _cast(pair: Pair, error: float) -> Kind | None:
     x, y = pair.sample
     for name, dtype in (("bfloat16", ml_dtypes.bfloat16), ("float16", np.float16)):
         if np.array_equal(as_float32(x.astype(dtype)), y):
-            return Kind(f"rounded to {name}", f"is the trained one rounded to {name}", error, f"store it in {pair.was.dtype}")
+            return Kind(
+                f"rounded to {name}", f"is the trained one rounded to {name}", error, f"store it in {pair.was.dtype}"
+            )
     return None
 
 
@@ -148,11 +152,12 @@ def _scaled(pair: Pair, error: float) -> Kind | None:
     x, y = (one.astype(np.float64) for one in pair.sample)
     scale = float((x * y).sum() / (x * x).sum())
     left = _relative(y - scale * x, y)
-    if left > 0.6 * pair.unit or abs(scale - 1) < 3 * left / np.sqrt(x.size):
+    if left > 0.6 * pair.unit or abs(scale - 1) < 2 * left:
         return None
     if abs(scale + 1) <= 4 * pair.unit:
         return Kind("negated", "has the other sign in every element", error, "negate it")
-    return Kind("scaled", f"is {scale:.6g} x the trained one in every element", error, f"divide it by {scale:.6g}")
+    said = _number(scale, max(left / np.sqrt(x.size), pair.unit / 16))
+    return Kind("scaled", f"is {said} x the trained one in every element", error, f"divide it by {said}")
 
 
 def _shifted(pair: Pair, error: float) -> Kind | None:
@@ -162,7 +167,16 @@ def _shifted(pair: Pair, error: float) -> Kind | None:
     if float(off.std()) > pair.unit * float(np.sqrt(np.mean(np.maximum(x * x, y * y)))) or abs(shift) < 8 * off.std():
         return None
     convention = " (as for norms that scale by 1 + w)" if abs(abs(shift) - 1) < 1e-3 else ""
-    return Kind("shifted", f"is {shift:+.6g} off in every element{convention}", error, f"subtract {shift:.6g}")
+    said = _number(shift, max(float(off.std()) / np.sqrt(x.size), pair.unit / 16))
+    return Kind("shifted", f"is off by {said} in every element{convention}", error, f"subtract {said}")
+
+
+def _number(value: float, deviation: float) -> str:
+    """A fitted number with the digits that are not rounding: `deviation` is its standard error, or what rounding to the
+    dtype it is stored in does to it, which is not random.
+    """
+    digits = int(np.clip(np.floor(-np.log10(max(4 * deviation, 1e-9))), 1, 6))
+    return f"{value:.{digits}f}".rstrip("0").removesuffix(".")
 
 
 def _rows_moved(pair: Pair, error: float, head: int | None) -> Kind | None:
@@ -187,7 +201,8 @@ def _rows_known(pair: Pair) -> bool:
 
 def _row_places(pair: Pair) -> Int:
     """Where each row of `held` comes from, -1 for nowhere: by digests of the rows, so that no matrix is held whole."""
-    mine, theirs = [], []
+    mine: list[int] = []
+    theirs: list[int] = []
     for _, x, y in pair.blocks():
         for rows, digests in ((x, theirs), (y, mine)):
             digests += [hash(row.tobytes()) for row in pair.rounded(rows)]
@@ -231,6 +246,12 @@ def _few(pair: Pair, error: float, head: int | None) -> Kind | None:
     if 0 < len(columns) <= max(1, FEW * pair.width):
         noun = "column" if pair.height > 1 else "element"
         a, b = x[:, columns], y[:, columns]
+        place = match_rows(*(np.ascontiguousarray(pair.rounded(one[:COLUMN_ROWS]).T) for one in (b, a)))
+        if (place >= 0).all() and pair.height > 1:
+            whole = np.arange(pair.width)
+            whole[columns] = columns[place]
+            words = f"has the trained columns at other places: {order_words(whole, None, noun)}"
+            return Kind("columns moved", words, error, "store its columns in the trained order")
         return _some(pair, a, b, columns, noun, pair.width, error)
     rows = np.flatnonzero(off.any(axis=1))
     if pair.height > 1 and len(rows) <= max(1, FEW * len(off)):
@@ -278,8 +299,9 @@ def _some(
         scale = (a * b).sum(axis=0) / (a * a).sum(axis=0)
         left = np.sqrt(((b - scale * a) ** 2).sum(axis=0) / (b * b).sum(axis=0))
     if len(a) > 1 and np.nanmax(left) <= 0.6 * pair.unit and np.ptp(scale) <= 4 * pair.unit * abs(scale[0]):
-        return Kind(f"some {noun}s", f"is {scale[0]:.6g} x the trained one in {which} alone", error,
-                    f"divide it by {scale[0]:.6g} there")  # fmt: skip
+        said = _number(float(scale.mean()), max(float(left.mean()) / np.sqrt(a.size), pair.unit / 16))
+        text = f"is {said} x the trained one in {which} alone"
+        return Kind(f"some {noun}s", text, error, f"divide it by {said} there")
     if len(a) == 1 and count == 1:
         return Kind(f"some {noun}s", f"is {b[0, 0]:.6g} and not {a[0, 0]:.6g} in {which} alone", error)
     return Kind(f"some {noun}s", f"has other numbers in {which} alone", error)
@@ -290,7 +312,9 @@ def _on_a_grid(pair: Pair, error: float) -> Kind | None:
     if found is None:
         return None
     words = f"lies on the grid of {found.format} with one scale per {found.per}"
-    words += ", and is the trained one rounded to it" if found.rounds_to else ", and is not the trained one rounded to it"
+    words += (
+        ", and is the trained one rounded to it" if found.rounds_to else ", and is not the trained one rounded to it"
+    )
     return Kind(f"{found.format}, one scale per {found.per}", words, error)
 
 

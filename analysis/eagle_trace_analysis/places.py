@@ -48,8 +48,8 @@ def _off(recorded: Real, expected: Real, place: Int, square: Real) -> Real:
 
 
 def match_rows(held: Real, was: Real) -> Int:
-    """For each row of `held` [N, M] the row of `was` that is equal to it, element for element; -1 for none. A row that is
-    equal to the one at its own place stays there.
+    """For each row of `held` [N, M] the row of `was` that is equal to it, element for element; -1 for none. A row that
+    is equal to the one at its own place stays there.
     """
     known: dict[bytes, int] = {}
     for at in range(len(was) - 1, -1, -1):
@@ -111,7 +111,10 @@ def _within_heads(heads: Int) -> str | None:
         return None
     inside = heads - np.arange(len(heads))[:, None] * size
     paired = np.arange(size).reshape(2, -1).T.reshape(-1)
-    for order, words in ((paired, "from two halves to neighbours"), (np.argsort(paired), "from neighbours to two halves")):
+    for order, words in (
+        (paired, "from two halves to neighbours"),
+        (np.argsort(paired), "from neighbours to two halves"),
+    ):
         moved = (inside == order).all(axis=1)
         still = (inside == np.arange(size)).all(axis=1)
         if moved.any() and (moved | still).all():

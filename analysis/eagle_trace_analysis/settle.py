@@ -1,9 +1,9 @@
 """One fault, one cause: which of the causes that were confirmed stand, and what none of them explains.
 
-A cause that was proved by a counterfactual explains the steps that its changed replay reproduces, and no others. So two
-causes that reproduce the same steps are one fault told twice: the one that explains more, or is what the deployed folder
-says, stands; of the other the report says that it would do equally well here. And a step that a confirmed cause makes
-better but not right is still not explained: under all changes together it must be within what is allowed.
+A cause that was proved by a counterfactual explains the steps that its changed replay reproduces, and no others. So
+two causes that reproduce the same steps are one fault told twice: the one that explains more, or is what the deployed
+folder says, stands; of the other the report says that it would do equally well here. And a step that a confirmed cause
+makes better but not right is still not explained: under all changes together it must be within what is allowed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ def settle(context: Context, replayed: Sequence[Replayed]) -> dict[str, Outcome]
     """Outcomes by cause, of which those confirmed explain no step twice.
 
     The cause that explains most steps is taken first, and of equals what the deployed folder says; a cause whose steps
-    are all explained by then is not confirmed. A cause whose proof is not a counterfactual always stands.
+    are all explained by then is not confirmed. A cause whose proof is not a counterfactual always stands, and so do two
+    that the deployed folder says and of which neither explains a step without the other.
 
     Args:
         context: the pair, with the outcome of every cause.
@@ -55,7 +56,7 @@ def settle(context: Context, replayed: Sequence[Replayed]) -> dict[str, Outcome]
         nodes = open_.pop(name)
         if nodes - set(explained):
             explained |= {node: name for node in nodes if node not in explained}
-        elif nodes:
+        elif nodes and not (settled[name].together and settled[name].deployed):
             winner = explained[min(nodes, key=lambda node: node[1])]
             settled[name] = _equally(name, settled[name], winner, settled[winner])
     return settled
@@ -112,7 +113,9 @@ def unexplained(context: Context, settled: dict[str, Outcome], replayed: Sequenc
         nearer = whole.measure(site, node.step, node.train) if changes and whole is not None else None
         if isinstance(nearer, Measured) and node.serve is not None and nearer.ratio < 0.9 * node.serve.ratio:
             what = " and ".join(one.words for one in changes if one.words)
-            text += f"; with {what} nearer, and not right ({nearer.words()}, {nearer.allowed['rho_median']:.1e} allowed)"
+            text += (
+                f"; with {what} nearer, and not right ({nearer.words()}, {nearer.allowed['rho_median']:.1e} allowed)"
+            )
         said.append(text)
     return (*said, *_first_parts(context, found, said))
 
@@ -155,7 +158,10 @@ def combined(base: Replay, changed: Sequence[Replay]) -> Replay:
             if getattr(one.form.rope, field.name) != getattr(base.form.rope, field.name):
                 rope[field.name] = getattr(one.form.rope, field.name)
         weights = Weights(
-            {**weights.tensors, **{n: t for n, t in one.weights.tensors.items() if t is not base.weights.tensors.get(n)}},
+            {
+                **weights.tensors,
+                **{n: t for n, t in one.weights.tensors.items() if t is not base.weights.tensors.get(n)},
+            },
             weights.dtype,
             {**weights.instead, **one.weights.instead},
             {**weights.edits, **one.weights.edits},

@@ -60,7 +60,7 @@ def test_every_cause_is_registered() -> None:
 
 
 def test_every_cause_that_can_be_confirmed_has_a_fault_here() -> None:
-    assert {case.cause for case in CASES} | {"target-differs", "batch-variance", "position-offset"} == IDS
+    assert {case.cause for case in CASES} | {"target-differs", "batch-variance", "position-offset", "weights-differ"} == IDS
 
 
 def expect(case: Planted, folder: Path, dtype: str = "float32") -> None:

@@ -22,8 +22,8 @@ from eagle_trace_analysis.causes import (
 )
 from eagle_trace_analysis.causes.base import Cause, Outcome
 
-_MODULES = (tokens, fed, layer_ids, target, parameters, weights, head, embedding, d2t, norms, rope, qkv, attention, parallel,
-            nonfinite, benign)  # fmt: skip
+_MODULES = (tokens, fed, layer_ids, target, parameters, weights, head, embedding, d2t, norms, rope, qkv, attention,
+            parallel, nonfinite, benign)  # fmt: skip
 
 #: by name
 REGISTRY: dict[str, Cause] = {cause.name: cause for module in _MODULES for cause in module.CAUSES}

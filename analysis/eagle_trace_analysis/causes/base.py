@@ -24,6 +24,7 @@ class Outcome:
         changed: the replay that has the fault as this cause says it; None for a cause proved otherwise.
         deployed: the fault is what the deployed folder says, and not a guess that fits.
         words: `changed` in words.
+        together: `changed` holds on top of what else the deployed folder says, and neither does it alone.
         explains: sites whose steps it explains by more than `changed` (a fact about a parameter); None for those of the
             table of causes, if there is no `changed` to ask.
     """
@@ -35,6 +36,7 @@ class Outcome:
     changed: Replay | None = None
     deployed: bool = False
     words: str = ""
+    together: bool = False
     explains: frozenset[str] | None = None
 
 
@@ -144,7 +146,14 @@ def counterfactual(
                     f"{site}, step {mine[0].step}: as trained {_figures(mine[0])}; with {words} {worst.against()}"
                 )
                 return Outcome(
-                    "confirmed", evidence, fix(tried.words), site, tried.replay, tried.deployed, tried.words
+                    "confirmed",
+                    evidence,
+                    fix(tried.words),
+                    site,
+                    tried.replay,
+                    tried.deployed,
+                    tried.words,
+                    together=bool(besides),
                 )
             if best is None or worst.ratio < best[1].ratio:
                 best = tried.words, worst

@@ -45,7 +45,9 @@ def check_order(context: Context) -> Outcome:
     if len(found) < len(PARTS):
         why = next(one for one in parts if isinstance(one, str))
         return not_tested(f"{faulty[0].site} differs, but {why}", RECORD_VALUES)
-    expected, recorded = (np.concatenate([getattr(one, name) for one in found], axis=1) for name in ("expected", "recorded"))
+    expected, recorded = (
+        np.concatenate([getattr(one, name) for one in found], axis=1) for name in ("expected", "recorded")
+    )
     allowed = 4 * max(context.replay.allowed(site)["channel_median"] for site in sites)
     place, error = match_channels(recorded, expected, allowed)
     moved = int((place != np.arange(len(place))).sum())
@@ -83,10 +85,12 @@ def every_channel(replay: Replay, site: str, step: int) -> Recomputed | str:
     if sample.expected.shape[1] == width:
         keep = slice(0, ROWS)
         return Recomputed(sample.expected[keep], sample.recorded[keep], sample.rows[keep], sample.channels)
+    layer, part = site.split(".")[1], site.rsplit(".", 1)[1]
+    # a norm over each head is given whole heads, all of them, each time
+    at_once = width if f"layers.{layer}.self_attn.{part}_norm.weight" in replay.weights else AT_ONCE
     rows = sample.rows[np.unique(np.linspace(0, len(sample.rows) - 1, ROWS).astype(np.int64))]
     expected = [
-        replay.channels(site, rows, np.arange(start, min(width, start + AT_ONCE)))
-        for start in range(0, width, AT_ONCE)
+        replay.channels(site, rows, np.arange(start, min(width, start + at_once))) for start in range(0, width, at_once)
     ]
     target = replay.recorded.values(site)
     assert target is not None

@@ -14,11 +14,13 @@ from numpy.typing import NDArray
 from eagle_trace.capture import DTYPES
 from eagle_trace_analysis.causes.base import Cause, Outcome, clipped, confirmed, not_tested, ruled_out
 from eagle_trace_analysis.causes.parameters import not_loaded, shown, site_of
+from eagle_trace_analysis.checkpoint.files import DTYPE_NAMES
 from eagle_trace_analysis.context import Context
 from eagle_trace_analysis.kinds import Kind, kind_of
 from eagle_trace_analysis.loaded import Apart, cast, digest_as, digest_of
 from eagle_trace_analysis.places import match_channels, order_words
 from eagle_trace_analysis.replay import Measured, Recomputed
+from eagle_trace_analysis.tolerance import UNIT
 
 Real = NDArray[Any]
 
@@ -39,12 +41,14 @@ def check_differ(context: Context) -> Outcome:
     if not found:
         others = [one.name for one in context.apart]
         said = f"; {clipped(others)} are spoken of by other causes" if others else ""
-        return ruled_out(f"{len(common) - len(others)} of {len(common)} parameters as loaded equal the trained ones{said}")
+        return ruled_out(
+            f"{len(common) - len(others)} of {len(common)} parameters as loaded equal the trained ones{said}"
+        )
     kinds = _kinds(context, found)
     names = [one.name for one in found]
     seen = shown(context, names)
-    noun = "parameter is" if len(names) == 1 else "parameters are"
-    lead = f"as loaded, {len(names)} of {len(common)} {noun} not the trained one{'s' * (len(names) > 1)}"
+    verb = "is not the trained one" if len(names) == 1 else "are not the trained ones"
+    lead = f"as loaded, {len(names)} of {len(common)} parameters {verb}"
     evidence = f"{lead}: {'; '.join(_grouped(kinds, len(common)))}"
     evidence += f"; {seen[0]} differs" if seen else "; no site that uses them differs beyond rounding"
     site = seen[0] if seen else next((at for name in names if (at := site_of(name))), "")
@@ -68,7 +72,7 @@ def _elsewhere(context: Context, one: Apart) -> bool:
     if one.name == "embed_tokens.weight" and one.held is None:
         return True
     if one.name.startswith(("input_norm.", "fc_norm.")):
-        return context.outcomes["fc-norm-ignored"].verdict == "confirmed"
+        return bool(context.outcomes["fc-norm-ignored"].verdict == "confirmed")
     site = site_of(one.name)
     for cause in NARROWER:
         outcome = context.outcomes.get(cause)
@@ -189,7 +193,11 @@ def _variants(whole: Real, parts: int) -> Iterator[tuple[str, str, Real]]:
             if order != tuple(range(parts)):
                 said = ", ".join(map(str, order))
                 words = f"has the trained columns at other places: the layers' blocks in the order {said}"
-                yield words, "store its columns in the trained order", np.concatenate([blocks[k] for k in order], axis=1)
+                yield (
+                    words,
+                    "store its columns in the trained order",
+                    np.concatenate([blocks[k] for k in order], axis=1),
+                )
 
 
 def _by_replay(context: Context, one: Apart) -> Kind | None:
@@ -199,13 +207,15 @@ def _by_replay(context: Context, one: Apart) -> Kind | None:
     if not isinstance(found, Recomputed) or context.replay is None or not site:
         return None
     x, y = (side[:, :].astype(np.float64) for side in (found.expected, found.recorded))
-    allowed = 2 * context.replay.allowed(site)["channel_median"]
+    stored = UNIT[DTYPE_NAMES[one.was.dtype]] if one.was is not None and one.was.is_float else 0.0
+    # the weights were changed, and then rounded to the dtype they are stored in
+    allowed = max(2 * context.replay.allowed(site)["channel_median"], 0.6 * stored)
     with np.errstate(divide="ignore", invalid="ignore"):
         slope = (x * y).sum(axis=0) / (x * x).sum(axis=0)
         left = np.sqrt(((y - slope * x) ** 2).sum(axis=0) / (y * y).sum(axis=0))
     if np.isfinite(slope).all() and np.nanmedian(left) <= allowed:
         common = float(np.median(slope))
-        odd = np.flatnonzero(np.abs(slope - common) > 4 * allowed * abs(common))
+        odd = np.flatnonzero(np.abs(slope - common) > 2 * allowed * abs(common))
         if not len(odd) and abs(common - 1) > allowed:
             words = f"acts as {common:.4g} x the trained one (by what the server computed with it)"
             return Kind("scaled", words, abs(common - 1), f"divide it by {common:.4g}")
