@@ -17,15 +17,17 @@ from typing import Any, NoReturn
 import psutil
 
 from eagle_trace.errors import HostError, PromptsError, RecordingError
-from eagle_trace_sglang import cpu
 from eagle_trace_sglang.attached import VARIABLES
 from eagle_trace_sglang.engine import ENGINE
-from eagle_trace_sglang.plugin import CPU_KERNELS, OUT, PREFIX
+from eagle_trace_sglang.plugin import OUT, PREFIX
 from eagle_trace_sglang.session import Message, Session
+from sglang_cpu_eagle import cpu_environment
 
 LOG_LINES = 25
 #: how long SGLang may take to end by itself before it is killed
 STOP_SECONDS = 15.0
+#: runs a module as a program
+PYTHON = (sys.executable, "-m")
 
 
 class Host:
@@ -42,11 +44,11 @@ class Host:
         environment = {name: value for name, value in os.environ.items() if name not in VARIABLES}
         environment |= self._session.environment | {OUT: str(self._session.folder), f"{PREFIX}REQUESTS": "0"}
         if device == "cpu":
-            environment = cpu.cpu_environment(environment, ranks=ranks) | {CPU_KERNELS: "1"}
+            environment = cpu_environment(environment, ranks=ranks)
         self._log = self._session.folder / "sglang.log"
         with self._log.open("wb") as stream:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "eagle_trace_sglang.engine", str(job)],
+                [*PYTHON, "eagle_trace_sglang.engine", str(job)],
                 stdin=subprocess.DEVNULL,
                 stdout=stream,
                 stderr=subprocess.STDOUT,

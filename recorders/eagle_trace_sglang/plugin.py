@@ -16,26 +16,21 @@ PREFIX = "EAGLE_TRACE_"
 OUT = "EAGLE_TRACE_OUT"
 #: where a scheduler process finds the main process
 SESSION = "EAGLE_TRACE_SESSION"
-#: set beside SGLANG_USE_CPU_ENGINE when our CPU kernels stand in for the CUDA-only wheel
-CPU_KERNELS = "EAGLE_TRACE_CPU_KERNELS"
 
 SCHEDULER = "sglang.srt.managers.scheduler"
 WORKER = "sglang.srt.speculative.eagle_worker_v2"
 
 
 def load() -> None:
-    """Install the CPU kernels if asked to; make the control of an armed main process, or a scheduler's recorder."""
-    if os.environ.get(CPU_KERNELS):
-        from eagle_trace_sglang import cpu
-
-        cpu.install()
+    """Make the control of an armed main process, or a scheduler's recorder."""
     started = bool(os.environ.get(SESSION))
     # processes of an armed server that schedule nothing (tokenizer, detokenizer) have nothing to record
     if not (SCHEDULER in sys.modules if started else os.environ.get(OUT)):
         return
+    import sglang_cpu_eagle
     from eagle_trace_sglang.releases import check_release
 
-    check_release("cpu" if os.environ.get(CPU_KERNELS) else "cuda")
+    check_release("cpu" if os.environ.get(sglang_cpu_eagle.VARIABLE) else "cuda")
     if started:
         _hook_scheduler()
     else:

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,7 @@ class ServerOptions:
         return check_deployment(self.target, self.draft)
 
 
+@cache
 def has_cuda() -> bool:
     """Whether an NVIDIA device can be used here; asked of torch in another process, since asking initialises CUDA."""
     probe = "import sys, torch; sys.exit(0 if torch.cuda.is_available() else 1)"

@@ -31,15 +31,14 @@ import psutil
 from peers import tools
 from peers.measure import HostFailedError, PeerServer, Run, run, size, tree_cpu
 
+import sglang_cpu_eagle as cpu
 from eagle_trace.capture import DTYPES
 from eagle_trace.demo import models_dir, prompts_file
 from eagle_trace.prompts import read_prompts
 from eagle_trace.reader import open_trace
 from eagle_trace.sketch import buckets, stored_dtype
 from eagle_trace_analysis.checkpoint.export import export
-from eagle_trace_sglang import cpu
 from eagle_trace_sglang.deployment import server_arguments
-from eagle_trace_sglang.plugin import CPU_KERNELS
 from eagle_trace_sglang.requests import Request
 from eagle_trace_sglang.server import Server, ServerOptions
 
@@ -191,7 +190,7 @@ class Bench:
         return PeerServer(folder, arguments, environment | peer.environment(dump), job)
 
     def _environment(self) -> dict[str, str]:
-        return cpu.cpu_environment(os.environ) | {CPU_KERNELS: "1"}
+        return cpu.cpu_environment(os.environ)
 
     # ---- comparing ------------------------------------------------------------------------------------------------
 

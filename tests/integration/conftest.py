@@ -1,9 +1,15 @@
-"""The demo pair on the real hosts. Every SGLang start costs half a minute, so recordings are shared by all tests."""
+"""The demo pair on the real hosts.
+
+A start of SGLang costs half a minute, most of it imports: recordings are shared by all tests, and within
+``with warm():`` SGLang is forked from a process that has imported it (`tests.support.warm`). Tests of the command line
+and of servers that a user starts run SGLang as it is.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +18,26 @@ import pytest
 from eagle_trace import Trace, open_trace
 from eagle_trace.demo import prompts_file
 from tests.support.pairs import DRAFT, TARGET
+from tests.support.warm.start import Warm, warm_python
 
 Serve = Callable[..., Trace]
 Train = Callable[..., Trace]
+
+
+@pytest.fixture(scope="session")
+def warm() -> Iterator[Warm]:
+    """A context in which SGLang starts in seconds."""
+    from eagle_trace_sglang import host
+
+    with warm_python() as python:
+
+        @contextmanager
+        def context() -> Iterator[None]:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(host, "PYTHON", python)
+                yield
+
+        yield context
 
 
 @pytest.fixture(scope="session")
@@ -47,7 +70,7 @@ def one_prompt_as_ids(folder: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def serve(folder: Path, deployed: Path, four_prompts: Path) -> Serve:
+def serve(folder: Path, deployed: Path, four_prompts: Path, warm: Warm) -> Serve:
     """Record SGLang; the same options give the same trace again."""
     from eagle_trace_sglang.record import record
 
@@ -63,7 +86,8 @@ def serve(folder: Path, deployed: Path, four_prompts: Path) -> Serve:
         } | options
         name = json.dumps({key: str(value) for key, value in asked.items()}, sort_keys=True)
         if name not in made:
-            made[name] = open_trace(record(out=folder / f"serve{len(made)}.trace", **asked))
+            with warm():
+                made[name] = open_trace(record(out=folder / f"serve{len(made)}.trace", **asked))
         return made[name]
 
     return run

@@ -287,13 +287,12 @@ if __name__ == "__main__":
 
 
 def test_an_engine_in_the_users_own_process(folder: Path, deployed: Path, train: Train, tmp_path: Path) -> None:
-    from eagle_trace_sglang.cpu import cpu_environment
-    from eagle_trace_sglang.plugin import CPU_KERNELS
+    from sglang_cpu_eagle import cpu_environment
 
     script = tmp_path / "mine.py"
     script.write_text(ENGINE)
     out = tmp_path / "recorded"
-    armed = {CPU_KERNELS: "1", "EAGLE_TRACE_OUT": str(out), "EAGLE_TRACE_REQUESTS": "1"}
+    armed = {"EAGLE_TRACE_OUT": str(out), "EAGLE_TRACE_REQUESTS": "1"}
     command = [sys.executable, str(script), str(TARGET), str(deployed), str(out)]
     done = subprocess.run(
         command, env=cpu_environment(os.environ) | armed, capture_output=True, text=True, timeout=500, check=False

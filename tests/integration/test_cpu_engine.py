@@ -22,7 +22,7 @@ pytest.importorskip("sglang")
 import torch
 from transformers import AutoModelForCausalLM
 
-from eagle_trace_sglang.cpu import cpu_environment
+from sglang_cpu_eagle import cpu_environment
 from tests.support.tiny_models import write_tiny_draft, write_tiny_target
 
 pytestmark = pytest.mark.integration
@@ -97,9 +97,7 @@ def _run(folder: Path, options: dict[str, Any], requests: list[dict[str, Any]]) 
     info = folder / "plugin" / "eagle_trace_cpu_test-0.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: eagle-trace-cpu-test\nVersion: 0\n")
-    (info / "entry_points.txt").write_text(
-        "[sglang.srt.plugins]\neagle_trace_cpu_test = eagle_trace_sglang.cpu:install\n"
-    )
+    (info / "entry_points.txt").write_text("[sglang.srt.plugins]\neagle_trace_cpu_test = sglang_cpu_eagle:install\n")
     job = {"options": OPTIONS | options, "requests": requests, "answers": str(folder / "answers.json")}
     (folder / "job.json").write_text(json.dumps(job))
     environment = cpu_environment(os.environ)

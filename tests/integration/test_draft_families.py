@@ -22,6 +22,7 @@ from eagle_trace_analysis.diagnose import diagnosed
 from tests.support import faults
 from tests.support.tiny_speculators import Pair, random_prompts, write_pair, write_prompts
 from tests.support.verdicts import expect
+from tests.support.warm.start import Warm
 
 pytest.importorskip("speculators")
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
@@ -55,7 +56,7 @@ class Family:
 
 
 def family(
-    folder: Path, *, force: bool = False, edit: Callable[[Path], Path] | None = None, **kind: bool | int
+    folder: Path, warm: Warm, *, force: bool = False, edit: Callable[[Path], Path] | None = None, **kind: bool | int
 ) -> Family:
     """Write a pair, deploy its draft (through `edit`), and record SGLang with it."""
     from eagle_trace_sglang.record import record
@@ -63,16 +64,17 @@ def family(
     pair = write_pair(folder, target_layers=TARGET_LAYERS, **kind)
     export(pair.draft, folder / "exported", target=pair.target, force=force)
     deployed = folder / "exported" if edit is None else edit(folder / "exported")
-    out = record(
-        target=pair.target,
-        draft=deployed,
-        prompts=write_prompts(folder / "prompts.jsonl", random_prompts([9, 14, 6])),
-        out=folder / "serve.trace",
-        dtype="float32",
-        device="cpu",
-        max_new_tokens=16,
-        sglang_args=("--skip-tokenizer-init",),
-    )
+    with warm():
+        out = record(
+            target=pair.target,
+            draft=deployed,
+            prompts=write_prompts(folder / "prompts.jsonl", random_prompts([9, 14, 6])),
+            out=folder / "serve.trace",
+            dtype="float32",
+            device="cpu",
+            max_new_tokens=16,
+            sglang_args=("--skip-tokenizer-init",),
+        )
     return Family(pair, deployed, open_trace(out), folder)
 
 
@@ -91,9 +93,9 @@ def dropping(*parts: str) -> Edit:
 
 
 @pytest.fixture(scope="module")
-def deep(tmp_path_factory: pytest.TempPathFactory) -> Family:
+def deep(tmp_path_factory: pytest.TempPathFactory, warm: Warm) -> Family:
     folder = tmp_path_factory.mktemp("deep")
-    return family(folder, draft_layers=2, qwen3_target=True, norm_before_fc=True, norm_output=True)
+    return family(folder, warm, draft_layers=2, qwen3_target=True, norm_before_fc=True, norm_output=True)
 
 
 def test_two_layers_on_a_qwen3_target_agree(deep: Family) -> None:
@@ -135,7 +137,7 @@ def test_a_weight_of_the_second_layer_that_differs_is_named(deep: Family) -> Non
 
 
 @pytest.fixture(scope="module")
-def old_names(tmp_path_factory: pytest.TempPathFactory) -> Family:
+def old_names(tmp_path_factory: pytest.TempPathFactory, warm: Warm) -> Family:
     older = {"layers.0.": "midlayer.", "fc_norm.0.": "aux_norm_low.", "fc_norm.1.": "aux_norm_mid."}
 
     def rename(held: dict[str, Any]) -> None:
@@ -145,7 +147,7 @@ def old_names(tmp_path_factory: pytest.TempPathFactory) -> Family:
                     held[old + name.removeprefix(new)] = held.pop(name)
 
     folder = tmp_path_factory.mktemp("old-names")
-    return family(folder, fc_norm=True, edit=lambda out: faults.edit(out, folder / "renamed", tensors=rename))
+    return family(folder, warm, fc_norm=True, edit=lambda out: faults.edit(out, folder / "renamed", tensors=rename))
 
 
 def test_older_names_and_a_norm_for_each_feature_agree(old_names: Family) -> None:
@@ -164,12 +166,12 @@ def test_feature_norms_that_training_did_not_have_are_named(old_names: Family) -
 
 
 @pytest.fixture(scope="module")
-def by_hand(tmp_path_factory: pytest.TempPathFactory) -> Family:
+def by_hand(tmp_path_factory: pytest.TempPathFactory, warm: Warm) -> Family:
     def edit(out: Path) -> Path:
         (out / SECOND_NAMES).unlink()
         return out
 
-    return family(tmp_path_factory.mktemp("by-hand"), draft_layers=2, edit=edit)
+    return family(tmp_path_factory.mktemp("by-hand"), warm, draft_layers=2, edit=edit)
 
 
 def test_a_second_layers_norm_under_speculators_name_is_named(by_hand: Family) -> None:
@@ -181,8 +183,8 @@ def test_a_second_layers_norm_under_speculators_name_is_named(by_hand: Family) -
 
 
 @pytest.fixture(scope="module")
-def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Family:
-    return family(tmp_path_factory.mktemp("qwen3"), qwen3=True, force=True)
+def qwen3(tmp_path_factory: pytest.TempPathFactory, warm: Warm) -> Family:
+    return family(tmp_path_factory.mktemp("qwen3"), warm, qwen3=True, force=True)
 
 
 def test_a_qwen3_draft_is_refused_and_told_why(qwen3: Family, tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from tests.support import engine_faults, faults
 from tests.support.pairs import DRAFT, TARGET
 from tests.support.relevel import expect_the_same_at_sketch
 from tests.support.verdicts import expect
+from tests.support.warm.start import Warm
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 
@@ -45,7 +46,7 @@ def looked_at(train: Trace, serve: Trace) -> Diff:
 
 
 @pytest.fixture(scope="module")
-def engine(folder: Path, deployed: Path, four_prompts: Path) -> Iterator[Callable[[str], Trace]]:
+def engine(folder: Path, deployed: Path, four_prompts: Path, warm: Warm) -> Iterator[Callable[[str], Trace]]:
     """Records the one server, with a fault committed inside it; the same fault gives the same trace again."""
     from eagle_trace_sglang.requests import Request
     from eagle_trace_sglang.server import Server, ServerOptions
@@ -58,7 +59,7 @@ def engine(folder: Path, deployed: Path, four_prompts: Path) -> Iterator[Callabl
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(engine_faults.FILE, str(file))
         patch.setenv("PYTHONPATH", os.pathsep.join(path for path in paths if path))
-        with Server(ServerOptions(TARGET, deployed, dtype="float32", device="cpu")) as server:
+        with warm(), Server(ServerOptions(TARGET, deployed, dtype="float32", device="cpu")) as server:
 
             def record(fault: str) -> Trace:
                 if fault not in made:

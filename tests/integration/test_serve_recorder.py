@@ -22,6 +22,7 @@ from eagle_trace.errors import CheckpointError, HostError, OutputExistsError, Pr
 from eagle_trace.prompts import read_prompts
 from eagle_trace.sites import draft_sites
 from tests.support.pairs import TARGET
+from tests.support.warm.start import Warm
 
 pytestmark = pytest.mark.integration
 
@@ -101,13 +102,13 @@ def test_parameters_are_found_in_the_checkpoint(serve: Make) -> None:
 
 
 def test_the_answers_are_the_same_with_and_without_recording(
-    deployed: Path, four_prompts: Path, tmp_path: Path
+    deployed: Path, four_prompts: Path, tmp_path: Path, warm: Warm
 ) -> None:
     from eagle_trace_sglang.requests import Request
     from eagle_trace_sglang.server import Server, ServerOptions
 
     request = Request(read_prompts(four_prompts), max_new_tokens=24)
-    with Server(ServerOptions(TARGET, deployed, dtype="float32")) as server:
+    with warm(), Server(ServerOptions(TARGET, deployed, dtype="float32")) as server:
         before = server.answer(request)
         recorded = {}
         for level in LEVELS:
@@ -126,13 +127,13 @@ def test_the_answers_are_the_same_with_and_without_recording(
 
 
 def test_a_byte_budget_stops_the_recording_and_not_the_server(
-    deployed: Path, four_prompts: Path, tmp_path: Path
+    deployed: Path, four_prompts: Path, tmp_path: Path, warm: Warm
 ) -> None:
     from eagle_trace_sglang.requests import Request
     from eagle_trace_sglang.server import Server, ServerOptions
 
     request = Request(read_prompts(four_prompts), max_new_tokens=24)
-    with Server(ServerOptions(TARGET, deployed, dtype="float32")) as server:
+    with warm(), Server(ServerOptions(TARGET, deployed, dtype="float32")) as server:
         everything = server.answer(request)
         assert server.record(request, tmp_path, max_bytes=3_000_000) == everything
     trace = open_trace(tmp_path)

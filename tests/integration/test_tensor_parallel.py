@@ -19,8 +19,8 @@ from eagle_trace import Trace
 from eagle_trace.recorder import parameter_row
 from eagle_trace_analysis import diff
 from eagle_trace_analysis.params import same
-from eagle_trace_sglang.cpu import cpu_environment
 from eagle_trace_sglang.params import canonical_name
+from sglang_cpu_eagle import cpu_environment
 from tests.support.pairs import TARGET
 
 pytestmark = pytest.mark.integration

@@ -74,8 +74,7 @@ def server(
     folder: Path, target: Path, draft: Path, *arguments: str, dtype: str = "float32", **variables: str
 ) -> Iterator[Attached]:
     """`python -m sglang.launch_server` with ``EAGLE_TRACE_OUT`` and `variables` in its environment."""
-    from eagle_trace_sglang.cpu import cpu_environment
-    from eagle_trace_sglang.plugin import CPU_KERNELS
+    from sglang_cpu_eagle import cpu_environment
 
     port, log, out = free_port(), folder / "server.log", folder / "recorded"
     command = [sys.executable, "-m", "sglang.launch_server", "--port", str(port), "--model-path", str(target)]
@@ -83,7 +82,7 @@ def server(
     command += ["--speculative-num-steps", "3", "--dtype", dtype, "--device", "cpu"]
     command += ["--attention-backend", "intel_amx", "--mem-fraction-static", "0.3", "--max-total-tokens", "8192"]
     command += ["--sleep-on-idle", *arguments]
-    environment = cpu_environment(os.environ) | {CPU_KERNELS: "1", "EAGLE_TRACE_OUT": str(out)} | variables
+    environment = cpu_environment(os.environ) | {"EAGLE_TRACE_OUT": str(out)} | variables
     with log.open("wb") as stream:
         process = subprocess.Popen(command, stdout=stream, stderr=stream, env=environment, start_new_session=True)
     attached = Attached(f"http://127.0.0.1:{port}", log, out, process)

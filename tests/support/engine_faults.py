@@ -29,7 +29,10 @@ def hook_plugin() -> None:
     load = plugin.load
 
     def loaded() -> None:
+        started = os.environ.get(plugin.SESSION)
         load()
+        if not started:
+            return  # the main process, which holds no draft: what it hooks would come down to those it forks
         from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
         HookRegistry.register(f"{plugin.WORKER}.EagleDraftWorker.init_lm_head", install, HookType.AFTER)

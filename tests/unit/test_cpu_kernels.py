@@ -16,7 +16,7 @@ torch = pytest.importorskip("torch")
 
 from torch import Tensor  # noqa: E402
 
-from eagle_trace_sglang.cpu import attention, cpu_environment, install, kernels, sampling  # noqa: E402
+from sglang_cpu_eagle import attention, cpu_environment, install, kernels, sampling  # noqa: E402
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2}
 
@@ -690,7 +690,7 @@ def python(code: str, env: dict[str, str]) -> str:
 
 
 def test_importing_the_support_imports_no_torch_and_no_sglang() -> None:
-    code = "import sys, eagle_trace_sglang.cpu; print([m for m in ('torch', 'sglang') if m in sys.modules])"
+    code = "import sys, sglang_cpu_eagle; print([m for m in ('torch', 'sglang') if m in sys.modules])"
     assert python(code, cpu_environment(os.environ)) == "[]"
 
 

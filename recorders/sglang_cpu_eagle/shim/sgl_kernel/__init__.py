@@ -1,6 +1,6 @@
 """Stands in for the ``sgl_kernel`` wheel, which is built for CUDA and cannot be imported without it.
 
-It is found first only in processes started with :func:`eagle_trace_sglang.cpu.cpu_environment`. The EAGLE-3
+It is found first only in processes started with :func:`sglang_cpu_eagle.cpu_environment`. The EAGLE-3
 path on a CPU calls the kernels below. SGLang imports many more names than it calls: those exist, and raise
 when called.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import NoReturn
 
-from eagle_trace_sglang.cpu.kernels import (
+from sglang_cpu_eagle.kernels import (
     assign_draft_cache_locs_contiguous_cpu,
     assign_extend_cache_locs_cpu,
     assign_req_to_token_pool_cpu,
@@ -40,7 +40,7 @@ __all__ = [
     "verify_tree_greedy_cpu",
 ]
 
-#: How :func:`eagle_trace_sglang.cpu.install` tells this module from the wheel.
+#: How :func:`sglang_cpu_eagle.install` tells this module from the wheel.
 IS_EAGLE_TRACE_SHIM = True
 
 register_operators()

@@ -1,8 +1,8 @@
 """Runs SGLang's own EAGLE-3 worker on any x86-64 CPU, so that a draft can be traced without a GPU.
 
 SGLang's CPU mode needs kernels that its wheel brings for CUDA only, and an Intel AMX processor for
-speculative decoding. :func:`cpu_environment` says what to start SGLang's process with; :func:`install` is
-called inside it, by a plugin.
+speculative decoding. :func:`cpu_environment` says what to start SGLang's process with; :func:`load`, SGLang's plugin
+entry point, does the rest inside it.
 
 Importing this module imports neither torch nor sglang.
 """
@@ -14,10 +14,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["cpu_environment", "install"]
+__all__ = ["VARIABLE", "cpu_environment", "install", "load"]
+
+#: set in the environment of processes that are to run with these kernels
+VARIABLE = "SGLANG_CPU_EAGLE"
 
 _SHIM_DIR = Path(__file__).resolve().parent / "shim"
-_SOURCE_ROOT = Path(__file__).resolve().parents[2]
+_SOURCE_ROOT = Path(__file__).resolve().parents[1]
 _installed = False
 
 
@@ -43,6 +46,7 @@ def cpu_environment(env: Mapping[str, str], *, ranks: int = 1) -> dict[str, str]
         **env,
         **binding,
         "PYTHONPATH": os.pathsep.join(ahead + behind),
+        VARIABLE: "1",
         "SGLANG_USE_CPU_ENGINE": "1",
         # SGLang decorates small functions with torch.compile, which wants a C++ compiler at run time.
         "TORCHDYNAMO_DISABLE": "1",
@@ -51,6 +55,12 @@ def cpu_environment(env: Mapping[str, str], *, ranks: int = 1) -> dict[str, str]
         # With two ranks SGLang looks for NCCL and takes a found library for a usable one.
         "SGLANG_NCCL_SO_PATH": env.get("SGLANG_NCCL_SO_PATH", os.devnull),
     }
+
+
+def load() -> None:
+    """SGLang's plugin entry point: `install` in a process that is to run on a CPU, nothing in any other."""
+    if os.environ.get(VARIABLE):
+        install()
 
 
 def install() -> bool:
@@ -82,7 +92,7 @@ def _import_sgl_kernel() -> Any:
     except ImportError as error:
         raise RuntimeError(
             f"SGLang is to run on a CPU but its sgl_kernel wheel cannot be imported here ({error}); start "
-            "the process with eagle_trace_sglang.cpu.cpu_environment(os.environ)"
+            "the process with sglang_cpu_eagle.cpu_environment(os.environ)"
         ) from error
     return sgl_kernel
 
@@ -105,7 +115,7 @@ def _use_speculative_attention() -> None:
 def _verify_by_sampling() -> None:
     from sglang.srt.speculative import eagle_utils, spec_utils
 
-    from eagle_trace_sglang.cpu import sampling
+    from sglang_cpu_eagle import sampling
 
     if not hasattr(eagle_utils, "_verify_uses_greedy"):
         return  # 0.5.20 and before decide inside a longer function; `releases.py` says so in the manifest

@@ -61,7 +61,7 @@ def tree_speculative_sampling_target_only(
     """Samples each tree from its root: one coin a node decides between its children and all other words.
 
     With both thresholds at 1, the text is distributed as the target's own. The first three tensors are
-    filled, and the rest is read, as by :func:`~eagle_trace_sglang.cpu.tree.verify_tree_greedy_cpu`.
+    filled, and the rest is read, as by :func:`~sglang_cpu_eagle.tree.verify_tree_greedy_cpu`.
 
     Args:
         uniform_samples: ``[B, N]`` float32 in [0, 1), the coin of each node.

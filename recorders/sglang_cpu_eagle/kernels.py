@@ -7,8 +7,8 @@ from typing import Any
 
 from torch.library import Library
 
-from eagle_trace_sglang.cpu.attention import decode_attention_cpu, extend_attention_cpu
-from eagle_trace_sglang.cpu.slots import (
+from sglang_cpu_eagle.attention import decode_attention_cpu, extend_attention_cpu
+from sglang_cpu_eagle.slots import (
     assign_draft_cache_locs_contiguous_cpu,
     assign_extend_cache_locs_cpu,
     assign_req_to_token_pool_cpu,
@@ -18,7 +18,7 @@ from eagle_trace_sglang.cpu.slots import (
     fill_bonus_tokens_cpu,
     rotate_input_ids_cpu,
 )
-from eagle_trace_sglang.cpu.tree import build_tree_kernel_efficient_cpu, verify_tree_greedy_cpu
+from sglang_cpu_eagle.tree import build_tree_kernel_efficient_cpu, verify_tree_greedy_cpu
 
 __all__ = [
     "assign_draft_cache_locs_contiguous_cpu",
