@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from eagle_trace.capture import DTYPES, Rows, sample_channels
+from eagle_trace.checkpoints import target_sample
 from eagle_trace.manifest import Manifest
 from eagle_trace.prompts import prompts_digest
 from eagle_trace.reader import Trace, open_trace
@@ -276,7 +277,8 @@ def write_side(
     target = do.target
     manifest = Manifest(
         side, "values", {"train": "speculators", "serve": "sglang"}[side], dtype=dtype, device="cpu",  # type: ignore[arg-type]
-        target={"path": str(target.folder), "config": target.config, "num_hidden_layers": target.layers},
+        target={"path": str(target.folder), "config": target.config, "num_hidden_layers": target.layers}
+        | target_sample(target.folder),
         draft={"path": str(draft), "config": do.config, "dropped_keys": list(dropped)},
         settings=SETTINGS[side] | (settings or {}),
         prompts_digest=prompts_digest(keys),
