@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -14,12 +14,14 @@ from numpy.typing import NDArray
 from eagle_trace.capture import LEVELS
 from eagle_trace.errors import CheckpointError, TraceError
 from eagle_trace.reader import Trace
+from eagle_trace_analysis.checkpoint import engine
 from eagle_trace_analysis.checkpoint.check import CHECKS
-from eagle_trace_analysis.checkpoint.files import Checkpoint, open_checkpoint
+from eagle_trace_analysis.checkpoint.files import Checkpoint, StoredTensor, open_checkpoint
 from eagle_trace_analysis.checkpoint.finding import Finding, Status
 from eagle_trace_analysis.checkpoint.subject import Subject, Target, open_subject, open_target
 from eagle_trace_analysis.features import Features
 from eagle_trace_analysis.form import Form, form_of
+from eagle_trace_analysis.loaded import Apart, apart
 from eagle_trace_analysis.recorded import Recorded, choose
 from eagle_trace_analysis.replay import Replay, Replayed, judge
 from eagle_trace_analysis.result import Diff, Divergence, SiteResult
@@ -35,6 +37,18 @@ class Checkpoints:
     train_draft: Path | None = None
     serve_draft: Path | None = None
     target: Path | None = None
+
+
+@dataclass(frozen=True)
+class Company:
+    """What else the deployed folder says otherwise than the training: in words, and as a replay that has it all."""
+
+    words: str
+    replay: Replay
+
+
+#: fields of the form that two faults may meet in, each by what it is called
+_FIELDS = ("eps", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "window")
 
 
 class Context:
@@ -56,6 +70,9 @@ class Context:
         self._results: dict[str, list[SiteResult]] = {}
         self.take(diff)
         self._judged: dict[tuple[str, int], Replayed] = {}
+        self._companies: dict[tuple[str, ...], Company | None] = {}
+        #: what the causes said so far, by name (`Cause.last` looks when all others have)
+        self.outcomes: dict[str, Any] = {}
 
     # ---- the comparison ------------------------------------------------------------------------------------
 
@@ -289,6 +306,54 @@ class Context:
             if site not in known or step == 0 or known[site].steps == "all"
         ]
 
+    def says(self, name: str, value: Any) -> bool:
+        """Whether the deployed config says so of a field of the form."""
+        return self.served_form is not None and getattr(self.served_form, name) == value
+
+    def company(self, *own: str) -> Company | None:
+        """What the deployed folder says otherwise than the training, but for `own`; None if nothing.
+
+        Args:
+            own: fields of the form by name, ``rope frequencies``, ``rope layout``, ``weights``.
+        """
+        if own not in self._companies:
+            self._companies[own] = self._company(own)
+        return self._companies[own]
+
+    def _company(self, own: tuple[str, ...]) -> Company | None:
+        replay, served = self.replay, self.served_form
+        if replay is None:
+            return None
+        changed: dict[str, Any] = {}
+        words = []
+        if served is not None:
+            for name in _FIELDS:
+                value = getattr(served, name)
+                if name not in own and value != getattr(replay.form, name):
+                    changed[name] = value
+                    words.append(f"{name} {value}".lower())
+            mine = replay.form.rope
+            theirs = replace(served.rope, interleaved=mine.interleaved)
+            if "rope frequencies" in own:
+                theirs = replace(mine, partial=theirs.partial)
+            if "rope layout" in own:
+                theirs = replace(theirs, partial=mine.partial)
+            if theirs != mine:
+                changed["rope"] = theirs
+                if (bare := replace(theirs, partial=mine.partial)) != mine:
+                    words.append(bare.words())
+                if theirs.partial != mine.partial:
+                    words.append(f"{theirs.partial:g} of each head rotated")
+        weights = replay.weights
+        held = {one.name: one.held for one in self.apart if one.held is not None} if "weights" not in own else {}
+        for name, tensor in held.items():
+            weights = weights.borrowing(name, tensor)
+        if held:
+            words.append("the weights as loaded")
+        if not words:
+            return None
+        return Company(f"the deployed {', '.join(words)}", replay.varied(weights=weights, **changed))
+
     def layer_sites(self, *endings: str) -> list[str]:
         """Sites of all decoder layers with these endings (``attn.q``), in forward order."""
         names = self.replay.sites if self.replay else {}
@@ -311,6 +376,26 @@ class Context:
             table = trace.table("params")
             sides.append({row["canonical_name"]: row for row in table.to_pylist()})
         return sides[0], sides[1]
+
+    @cached_property
+    def apart(self) -> list[Apart]:
+        """Parameters that both hosts hold with other numbers, d2t and t2d aside."""
+        trained, served = self.params
+        was, held = (_by_name(draft) for draft in (self.train_draft, self.serve_draft))
+        return [one for one in apart(trained, served, was, held) if one.name not in ("d2t", "t2d")]
+
+
+def _by_name(draft: Checkpoint | None) -> dict[str, StoredTensor]:
+    """Tensors of a draft by speculators' names."""
+    if draft is None:
+        return {}
+    tensors = {engine.canonical_name(one.name): one for one in draft.tensors.values()}
+    for layer in {name.split(".")[1] for name in tensors if name.startswith("layers.")}:
+        # the engine's name of the norm that a later layer starts with
+        name = f"layers.{layer}.input_layernorm.weight"
+        if (theirs := engine.entering_norm(name)) is not None and theirs in tensors:
+            tensors[name] = tensors[theirs]
+    return tensors
 
 
 def _path(facts: Mapping[str, Any]) -> Path | None:

@@ -201,7 +201,7 @@ class _Comparison:
                 step for (site, step), result in results.items() if site == "logits" and result.verdict == "diverged"
             ]
             results |= check_topk(self.alignment, self._logit_errors, wrong)
-        results |= check_parameters(self.train, self.serve, results)
+        results |= check_parameters(differing(self.train, self.serve), results)
         return results
 
     def _both_have(self, site: str) -> bool:
@@ -316,7 +316,7 @@ class _Comparison:
                 text = "; ".join(one.text for one in found[:_LISTED])
                 self.notes.append(Note("ranks", f"{trace.path}: ranks differ at {text}{more}"))
         if wrong := differing(self.train, self.serve):
-            text = f"as loaded, {_some(wrong)} in serving are not the trained ones"
+            text = f"as loaded, {_some([name for name, _, _ in wrong])} in serving are not the trained ones"
             self.notes.append(Note("parameters", text))
         if unlike := other_form(self.train, self.serve):
             text = f"not compared with the trained ones, since they are held in another form: {_some(unlike)}"

@@ -55,13 +55,14 @@ def _of_rounding(a: Mapping[str, Any], b: Mapping[str, Any]) -> float:
     return min(unit, 200 * ONE_ROUNDING * unit / math.sqrt(count) + 4 * unit * unit)
 
 
-def differing(train: Trace, serve: Trace) -> list[str]:
-    """Names of the parameters that both hosts loaded and that do not hold the same numbers, in the order of training.
+def differing(train: Trace, serve: Trace) -> list[tuple[str, dict[str, Any], dict[str, Any]]]:
+    """Parameters that both hosts loaded and that do not hold the same numbers, in the order of training: name, and the
+    rows of params.parquet of training and serving.
 
     Those that are held in another form (`other_form`) are left out: of them this cannot be said.
     """
     pairs = _pairs(train, serve)
-    return [name for name, (a, b) in pairs.items() if _form(a) == _form(b) and not same(a, b)]
+    return [(name, a, b) for name, (a, b) in pairs.items() if _form(a) == _form(b) and not same(a, b)]
 
 
 def other_form(train: Trace, serve: Trace) -> list[str]:

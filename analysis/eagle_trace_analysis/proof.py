@@ -7,11 +7,13 @@ same recomputation, is a divergence whatever the figures end to end, and is name
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from typing import Any
 
 from eagle_trace.sites import sites_of
-from eagle_trace_analysis.frontier import find_frontier
+from eagle_trace_analysis.checks import check_parameters
+from eagle_trace_analysis.frontier import find_frontier, shape_order
 from eagle_trace_analysis.metrics import Metrics
 from eagle_trace_analysis.replay import Replayed
 from eagle_trace_analysis.result import Diff, Divergence, SiteResult
@@ -32,11 +34,32 @@ def with_proven(diff: Diff, replayed: Iterable[Replayed]) -> Diff:
     }
     if not proven:
         return diff
-    results |= {node: replace(results[node], divergence=divergence, reason=None) for node, divergence in proven.items()}
-    values = {one.site for one in diff.sites}
-    frontier = find_frontier(sites_of(sorted(values)), results)
-    sites = tuple(replace(one, frontier=node in frontier) for node, one in results.items())
-    return replace(diff, sites=sites, incomparable=None)
+    return _with(diff, {node: replace(results[node], divergence=divergence) for node, divergence in proven.items()})
+
+
+def with_parameters(diff: Diff, apart: Iterable[tuple[str, Mapping[str, Any], Mapping[str, Any]]]) -> Diff:
+    """`diff` with a divergence of kind ``parameters`` where other weights were loaded than trained.
+
+    The comparison itself knows of those that digests or norms tell apart; where the checkpoints are at hand, more are.
+
+    Args:
+        diff: the comparison.
+        apart: parameters that differ (`eagle_trace_analysis.checks.check_parameters`).
+    """
+    return _with(diff, check_parameters(apart, {(one.site, one.step): one for one in diff.sites}))
+
+
+def _with(diff: Diff, found: Mapping[tuple[str, int], SiteResult]) -> Diff:
+    """`diff` with other results at some sites and steps."""
+    if not found:
+        return diff
+    results = {(one.site, one.step): one for one in diff.sites} | dict(found)
+    sites = shape_order(sites_of(sorted({site for site, _ in results})))
+    order = {site.name: at for at, site in enumerate(sites)}
+    frontier = find_frontier(sites, results)
+    nodes = sorted(results, key=lambda node: (node[1], order[node[0]]))
+    ordered = tuple(replace(results[node], frontier=node in frontier) for node in nodes)
+    return replace(diff, sites=ordered, incomparable=None)
 
 
 def _proven(one: Replayed, known: SiteResult) -> Divergence | None:

@@ -182,6 +182,8 @@ class Replay:
 
     def __init__(self, recorded: Recorded, form: Form, weights: Weights, view: View | None = None) -> None:
         self.recorded, self.form, self.weights = recorded, form, weights
+        #: whether `view` is another than the form's
+        self.view_given = view is not None
         self.view = view or View(recorded, window=form.window)
         names = [site for site in recorded.trace.sites if recorded.data(site)]
         self.sites: dict[str, Site] = {site.name: site for site in sites_of(names)}
@@ -202,6 +204,12 @@ class Replay:
             except NotReplayedError as error:
                 self._done[site, step] = str(error)
         return self._done[site, step]
+
+    def channels(self, site: str, rows: Int, channels: Int) -> Real:
+        """Any channels of a step that `recompute` can recompute, on rows of the sample where it can: [T, C]."""
+        at = re.match(r"(layer\.\d+)\.(.+)$", site)
+        layer, kind = (at.group(1), at.group(2)) if at else (self._last, site)
+        return STEPS[kind](Inputs(self.recorded, rows, channels, self.form, self.weights, self.view), layer)
 
     def measure(self, site: str, step: int, control: Measured | None = None) -> Measured | str:
         """How far a step is from what was recorded, or why that cannot be said."""

@@ -152,6 +152,51 @@ class Systematic:
         return f"an error of {_share(self.coherent)} follows the inputs"
 
 
+def systematic(recorded_TC: Real, expected_TC: Real, channels: NDArray[np.int64], limits: Limits) -> Systematic | None:
+    """The systematic part of recorded - expected; None on too few distinct rows, or where nothing is known to differ.
+
+    Args:
+        recorded_TC: rows of a step as recorded, [T, C].
+        expected_TC: the same recomputed in one dtype higher.
+        channels: which channels they are, int64 [C].
+        limits: of the step.
+    """
+    rows = _distinct(expected_TC)
+    y, x = expected_TC[rows], recorded_TC[rows]
+    power = np.einsum("tc,tc->c", y, y)
+    finite = np.isfinite(power) & np.isfinite(x.sum(axis=0))
+    live = np.flatnonzero(finite & (power > _DEAD * power.max(initial=0, where=finite)))
+    if len(rows) < FEWEST_ROWS or not live.size:
+        return None
+    if live.size < y.shape[1]:
+        x, y, power = x[:, live], y[:, live], power[live]
+    # in units of the channel's RMS; float32 holds what is left
+    rms = np.sqrt(power / len(rows))
+    d = ((x - y) / rms).astype(np.float32)
+    y = (y / rms).astype(np.float32)
+    norm = np.sqrt(np.maximum(np.einsum("tc,tc->t", y, y), np.float32(1e-30)))
+    coherent, z = _coherent(d / norm[:, None], y / norm[:, None])
+    slope_c = np.einsum("tc,tc->c", d, y) / len(rows)
+    slope_t = np.einsum("tc,tc->t", d, y) / (norm * norm)
+    noise = limits.noise**2
+    at, error = _channel(d, y, slope_c, noise)
+    scale, scale_error = _scale(slope_c, slope_t, noise)
+    mean = d.mean(axis=0, dtype=np.float64)
+    scatter = max(0.0, float((mean * mean).mean()) - float(d.var(axis=0).mean()) / len(rows))
+    return Systematic(
+        rows=len(rows),
+        coherent=coherent,
+        coherent_z=z,
+        scale=1 + scale,
+        scale_error=scale_error,
+        channel=None if at is None else int(channels[live[at]]),
+        channel_scale=1.0 if at is None else 1 + float(slope_c[at]),
+        channel_scale_error=error,
+        offset=float(np.sqrt(scatter)),
+        limits=limits,
+    )
+
+
 def _share(value: float) -> str:
     return f"{100 * value:.2f} %" if value > 1e-3 else f"{value:.1e}"
 

@@ -18,11 +18,12 @@ from eagle_trace_analysis.causes import (
     rope,
     target,
     tokens,
+    weights,
 )
 from eagle_trace_analysis.causes.base import Cause, Outcome
 
-_MODULES = (tokens, fed, layer_ids, target, parameters, head, embedding, d2t, norms, rope, qkv, attention, parallel,
-            nonfinite, benign)  # fmt: skip
+_MODULES = (tokens, fed, layer_ids, target, parameters, weights, head, embedding, d2t, norms, rope, qkv, attention,
+            parallel, nonfinite, benign)  # fmt: skip
 
 #: by name
 REGISTRY: dict[str, Cause] = {cause.name: cause for module in _MODULES for cause in module.CAUSES}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from eagle_trace_analysis.causes.base import Cause, Outcome, clipped, confirmed, not_tested, ruled_out
 from eagle_trace_analysis.checkpoint import engine
 from eagle_trace_analysis.context import Context
@@ -51,8 +53,8 @@ def dropped_for(context: Context, name: str) -> str | None:
     return alike[0] if len(alike) == 1 and lacking == [name] else None
 
 
-def _shown(context: Context, names: list[str]) -> tuple[str, str] | None:
-    """Of parameters that were not loaded, the first whose site differs, and that site."""
+def shown(context: Context, names: list[str]) -> tuple[str, str] | None:
+    """Of parameters that are not the trained ones, the first whose site differs, and that site."""
     placed = [(site, name) for name in names if (site := site_of(name)) is not None]
     order = {result.site: at for at, result in enumerate(context.diff.sites) if result.step == 0}
     for site, name in sorted(placed, key=lambda item: order.get(item[0], len(order))):
@@ -80,10 +82,10 @@ def _check(context: Context, *, dropped: bool) -> Outcome:
     mine = [name for name in lost if (dropped_for(context, name) is not None) == dropped]
     if not mine:
         return ruled_out(_all_there(context, lost, dropped=dropped))
-    shown = _shown(context, mine)
-    if shown is None:
+    seen = shown(context, mine)
+    if seen is None:
         return ruled_out(f"{clipped(mine)} not loaded, but no site that uses them differs")
-    site, name = shown
+    site, name = seen
     absent = name not in served
     state = "the server holds none" if absent else (
         f"as loaded its norm is {served[name]['norm']:.4g}, trained {trained[name]['norm']:.4g}"
@@ -92,10 +94,14 @@ def _check(context: Context, *, dropped: bool) -> Outcome:
         key = dropped_for(context, name)
         evidence = f"{len(mine)} of {len(trained)} parameters were dropped on loading, first {key} ({name}; {state})"
         fix = context.fix("weight-names", f"rename {key} to {name}")
-        return confirmed(f"{evidence}; {site} differs", fix, site)
+        return replace(confirmed(f"{evidence}; {site} differs", fix, site), explains=_sites(mine))
     evidence = f"{len(mine)} of {len(trained)} parameters are not in the deployed checkpoint: {clipped(mine)} ({state})"
     fix = context.fix("weights-present", f"ship {clipped(mine)} (`eagle-trace export` does)")
-    return confirmed(f"{evidence}; {site} differs", fix, site)
+    return replace(confirmed(f"{evidence}; {site} differs", fix, site), explains=_sites(mine))
+
+
+def _sites(names: list[str]) -> frozenset[str]:
+    return frozenset(site for name in names if (site := site_of(name)) is not None)
 
 
 def _all_there(context: Context, lost: list[str], *, dropped: bool) -> str:

@@ -21,6 +21,9 @@ from eagle_trace_analysis.context import Context
 from eagle_trace_analysis.metrics import relative_error
 from eagle_trace_analysis.replay import Recomputed, Replay, Replayed
 
+#: shares of a head that are rotated in published models
+SHARES = (1.0, 0.5, 0.25, 0.75)
+
 
 def _sites(context: Context) -> list[str]:
     return context.layer_sites("attn.q_rope", "attn.k_rope")
@@ -30,15 +33,21 @@ def check_theta(context: Context) -> Outcome:
     """Other frequencies: the deployed config's, or those that the recorded rotation shows."""
 
     def others(replay: Replay, _: Replayed) -> Iterator[Hypothesis]:
+        mine = replay.form.rope
         served = context.served_form.rope if context.served_form else None
-        if served is not None and served != replay.form.rope:
-            yield f"the deployed {served.words()}", replay.varied(rope=served)
+        if served is not None:
+            # the share of the head is another cause's
+            served = replace(served, partial=mine.partial, interleaved=mine.interleaved)
+            if served != mine:
+                yield Hypothesis(f"the deployed {served.words()}", replay.varied(rope=served), deployed=True)
         fitted = fit_theta(replay)
         if fitted is not None:
-            plain = replace(replay.form.rope, theta=fitted, kind="default", parameters={})
-            yield f"theta {fitted:.6g} (fitted to the recorded rotation)", replay.varied(rope=plain)
+            plain = replace(mine, theta=fitted, kind="default", parameters={})
+            yield Hypothesis(f"theta {fitted:.6g} (fitted to the recorded rotation)", replay.varied(rope=plain))
 
-    return counterfactual(context, _sites(context), others, lambda _: context.fix("rope", _fix(context)))
+    return counterfactual(
+        context, _sites(context), others, lambda _: context.fix("rope", _fix(context)), own=("rope frequencies",)
+    )
 
 
 def _fix(context: Context) -> str:
@@ -77,22 +86,27 @@ def check_layout(context: Context) -> Outcome:
 
     def others(replay: Replay, _: Replayed) -> Iterator[Hypothesis]:
         rope = replay.form.rope
+        served = context.served_form.rope.partial if context.served_form else rope.partial
+        if served != rope.partial:
+            changed = replay.varied(rope=replace(rope, partial=served))
+            yield Hypothesis(f"the deployed {served:g} of each head rotated", changed, deployed=True)
         flipped = replace(rope, interleaved=not rope.interleaved)
-        yield (
-            ("neighbouring elements rotated" if flipped.interleaved else "halves rotated"),
-            replay.varied(rope=flipped),
-        )
-        for share in (1.0, 0.5, 0.25, 0.75):
-            if share != rope.partial:
-                yield f"{share:g} of each head rotated", replay.varied(rope=replace(rope, partial=share))
+        words = "neighbouring elements rotated" if flipped.interleaved else "halves rotated"
+        yield Hypothesis(words, replay.varied(rope=flipped))
+        for share in SHARES:
+            if share not in (rope.partial, served):
+                yield Hypothesis(f"{share:g} of each head rotated", replay.varied(rope=replace(rope, partial=share)))
 
     return counterfactual(
         context,
         _sites(context),
         others,
         lambda words: (
-            f"the server has {words}: serve with the layout of the training, or permute q and k weights for it"
+            f"the server has {words}: {_fix(context)}"
+            if "of each head" in words
+            else f"the server has {words}: serve with the layout of the training, or permute q and k weights for it"
         ),
+        own=("rope layout",),
     )
 
 
