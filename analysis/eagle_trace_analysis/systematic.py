@@ -235,14 +235,15 @@ def _channel(d_TC: Real, y_TC: Real, slope_C: Real, noise: float) -> tuple[int |
     """The largest significant slope's channel and its standard error; (None, 0) if none is significant."""
     # the few largest are enough: a smaller one is judged no worse
     largest = np.argsort(-np.abs(slope_C))[:16]
-    count = len(d_TC)
     d, y = (one[:, largest].astype(np.float64) for one in (d_TC, y_TC))
     square = y * y
-    leverage = np.minimum(square / count, 1 - 1e-3)
-    residual = (d - slope_C[largest] * y) / (1 - leverage)
+    power = square.sum(axis=0)
+    slope = (d * y).sum(axis=0) / power
+    rest = np.maximum(1 - square / power, 1e-9)
+    residual = (d - slope * y) / rest
     variance = np.maximum((residual * residual * square).sum(axis=0), noise * (square * square).sum(axis=0))
-    error = np.sqrt(variance) / count
-    significant = np.flatnonzero(np.abs(slope_C[largest]) > SIGNIFICANT * error)
+    error = np.sqrt(variance) / power
+    significant = np.flatnonzero(np.abs(slope) > SIGNIFICANT * error)
     if not significant.size:
         return None, 0.0
     return int(largest[significant[0]]), float(error[significant[0]])

@@ -184,6 +184,14 @@ AS_DEPLOYED = {
     "int8-draft": Deployed("weights-differ", "layer.0.attn.q", tensors=faults.int8),
     "gate-and-up": Deployed("weights-differ", "layer.0.mlp.gate", tensors=faults.gate_and_up_exchanged),
     "fc-blocks": Deployed("weights-differ", "fc.out", tensors=faults.fc_blocks_moved),
+    # within tolerance end to end: what is proved of the step alone
+    "down-scaled-bf16": Deployed(
+        "weights-differ", "layer.0.mlp.out", tensors=faults.down_scaled, options={"dtype": "bfloat16"}
+    ),
+    "one-output-scaled-bf16": Deployed(
+        "weights-differ", "layer.0.attn.out", tensors=faults.one_output_scaled, options={"dtype": "bfloat16"}
+    ),
+    "int8-draft-bf16": Deployed("weights-differ", "layer.0.attn.q", tensors=faults.int8, options={"dtype": "bfloat16"}),
     "window-flag": Deployed(
         "sliding-window",
         "layer.0.attn.context",
