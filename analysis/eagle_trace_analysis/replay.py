@@ -109,9 +109,9 @@ class Measured:
     @cached_property
     def excess(self) -> float:
         """What is systematic, over what is allowed beside the control; 0 without a control."""
-        found = self.systematic
+        # the control's own is not looked at before there is a reason to
+        found = self.systematic if self.control is not None else None
         if found is None or self.control is None or found.excess() <= 1:
-            # the control's own is not looked at before there is a reason to
             return 0.0
         control = self.control.systematic
         return found.excess(control) if control is not None else 0.0
@@ -126,7 +126,7 @@ class Measured:
         """Within what is allowed."""
         return self.ratio <= 1
 
-    def figures(self) -> dict[str, float | int | None]:
+    def figures(self) -> dict[str, float | int]:
         """The figures by name, with what is systematic if that is known."""
         names = ("rows", "rho_median", "rho_max", "channel_median", "nonfinite")
         found = {name: getattr(self, name) for name in names}
