@@ -39,7 +39,8 @@ def check_theta(context: Context) -> Outcome:
             # the share of the head is another cause's
             served = replace(served, partial=mine.partial, interleaved=mine.interleaved)
             if served != mine:
-                yield Hypothesis(f"the deployed {served.words()}", replay.varied(rope=served), deployed=True)
+                words = replace(served, partial=1.0).words()
+                yield Hypothesis(f"the deployed {words}", replay.varied(rope=served), deployed=True)
         fitted = fit_theta(replay)
         if fitted is not None:
             plain = replace(mine, theta=fitted, kind="default", parameters={})
@@ -102,12 +103,16 @@ def check_layout(context: Context) -> Outcome:
         _sites(context),
         others,
         lambda words: (
-            f"the server has {words}: {_fix(context)}"
+            context.fix("rope", f"rotate {_share(context)} of each head, as trained (partial_rotary_factor)")
             if "of each head" in words
             else f"the server has {words}: serve with the layout of the training, or permute q and k weights for it"
         ),
         own=("rope layout",),
     )
+
+
+def _share(context: Context) -> str:
+    return f"{context.form.rope.partial:g}" if context.form else "the same share"
 
 
 def check_reach(context: Context) -> Outcome:
