@@ -59,6 +59,25 @@ def test_a_deployed_tensor_that_is_not_what_was_loaded_is_not_taken_for_it(tmp_p
     assert found.held is None
 
 
+def test_rows_moved_in_a_parameter_of_several_ranks_are_seen_in_the_deployed_folder(tmp_path: Path) -> None:
+    """One that was put together from shards has no digest, and the norm of the trained one."""
+    was = stored(tmp_path / "was.safetensors", w=drawn())
+    held = stored(tmp_path / "held.safetensors", w=np.ascontiguousarray(drawn()[::-1]))
+    trained = rows(w=drawn())
+    served = {"w": trained["w"] | {"digest": ""}}
+    assert apart(trained, served, was, was) == []
+    (found,) = apart(trained, served, was, held)
+    assert found.held == held["w"]
+
+
+def test_a_checkpoint_that_the_training_has_left_behind_is_not_held_against_the_server(tmp_path: Path) -> None:
+    """The training went on: what it computes with is no longer what its folder holds, and what is served is."""
+    was = stored(tmp_path / "was.safetensors", w=drawn(1))
+    assert apart(rows(w=drawn()), rows(w=drawn().astype(BF16)), was, {}) == []
+    (found,) = apart(rows(w=drawn()), rows(w=1.1 * drawn()), was, {})
+    assert found.was is None
+
+
 def test_a_sample_of_a_target_tells_another_one_and_another_dtype(tmp_path: Path) -> None:
     folders = [tmp_path / name for name in ("one", "same", "late", "bf16")]
     layers = {f"model.layers.{n}.w": drawn(n) for n in range(40)}

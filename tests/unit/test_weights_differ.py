@@ -88,15 +88,15 @@ def test_what_a_confirmed_cause_makes_better_and_not_right_is_not_explained(tmp_
     assert left.startswith("layer.0.hidden_norm is not computed as trained")
 
 
-def test_a_share_of_the_head_that_the_deployed_config_says_is_one_cause(tmp_path: Path) -> None:
+@pytest.mark.parametrize("said_so", [True, False], ids=["in the config", "in the engine"])
+def test_another_share_of_the_head_is_one_cause(said_so: bool, tmp_path: Path) -> None:
     (plain,) = (one for one in planted_faults.faults() if one.name == "rope-partial")
-    share = 0.375
-    case = replace(plain, config=put("rope_parameters", "partial_rotary_factor", value=share), serve={"share": share})
-    result, _, _ = run(case, tmp_path)
+    config = put("rope_parameters", "partial_rotary_factor", value=0.375) if said_so else None
+    result, _, _ = run(replace(plain, config=config, serve={"share": 0.375}), tmp_path)
     assert result.diagnosis is not None
     (cause,) = result.diagnosis.confirmed
     assert (cause.cause, cause.site) == ("rope-layout", "layer.0.attn.q_rope")
-    assert "the deployed 0.375 of each head" in cause.evidence
+    assert f"with {'the deployed ' if said_so else ''}0.375 of each head rotated" in cause.evidence
 
 
 def test_of_two_causes_that_fit_the_same_steps_one_is_confirmed_and_the_other_said_to_fit(tmp_path: Path) -> None:

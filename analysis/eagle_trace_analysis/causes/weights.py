@@ -25,7 +25,7 @@ from eagle_trace_analysis.tolerance import UNIT
 Real = NDArray[Any]
 
 #: causes that say more about the parameters of the sites where they are confirmed
-NARROWER = ("qkv-order", "norm-offset", "embedding-replaced", "lm-head-tied", "lm-head-from-target", "target-differs")
+NARROWER = ("qkv-order", "embedding-replaced", "lm-head-tied", "lm-head-from-target", "target-differs")
 MOST_PARTS = 4
 _GROUPS = 4
 
