@@ -100,8 +100,9 @@ def _samples(folder: Path) -> Iterator[tuple[str, str, int]]:
     for name in sorted(places):
         alike.setdefault(re.sub(r"\.experts\.\d+\.", ".experts.", name), name)
     names = list(alike.values())
-    # spread over the model, so that its last layers are among them
-    for at in sorted({round(k * (len(names) - 1) / (MOST_TENSORS - 1)) for k in range(MOST_TENSORS)}) if names else ():
+    picked = {round(k * (len(names) - 1) / (MOST_TENSORS - 1)) for k in range(MOST_TENSORS)} if names else set()
+    # spread over the model at any time (by the golden ratio), so that a sample that ends early has its last layers too
+    for at in sorted(picked, key=lambda k: k * 0.6180339887498949 % 1):
         file, dtype, start, size = places[names[at]]
         checksum = 0
         with file.open("rb", buffering=0) as stream:

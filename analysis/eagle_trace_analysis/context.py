@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from eagle_trace_analysis.checkpoint.check import CHECKS
 from eagle_trace_analysis.checkpoint.files import Checkpoint, StoredTensor, open_checkpoint
 from eagle_trace_analysis.checkpoint.finding import Finding, Status
 from eagle_trace_analysis.checkpoint.subject import Subject, Target, open_subject, open_target
+from eagle_trace_analysis.company import Company, company_of
 from eagle_trace_analysis.features import Features
 from eagle_trace_analysis.form import Form, form_of
 from eagle_trace_analysis.loaded import Apart, apart
@@ -37,18 +38,6 @@ class Checkpoints:
     train_draft: Path | None = None
     serve_draft: Path | None = None
     target: Path | None = None
-
-
-@dataclass(frozen=True)
-class Company:
-    """What else the deployed folder says otherwise than the training: in words, and as a replay that has it all."""
-
-    words: str
-    replay: Replay
-
-
-#: fields of the form that two faults may meet in, each by what it is called
-_FIELDS = ("eps", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "window")
 
 
 class Context:
@@ -317,42 +306,8 @@ class Context:
             own: fields of the form by name, ``rope frequencies``, ``rope layout``, ``weights``.
         """
         if own not in self._companies:
-            self._companies[own] = self._company(own)
+            self._companies[own] = company_of(self.replay, self.served_form, self.apart, own) if self.replay else None
         return self._companies[own]
-
-    def _company(self, own: tuple[str, ...]) -> Company | None:
-        replay, served = self.replay, self.served_form
-        if replay is None:
-            return None
-        changed: dict[str, Any] = {}
-        words = []
-        if served is not None:
-            for name in _FIELDS:
-                value = getattr(served, name)
-                if name not in own and value != getattr(replay.form, name):
-                    changed[name] = value
-                    words.append(f"{name} {value}".lower())
-            mine = replay.form.rope
-            theirs = replace(served.rope, interleaved=mine.interleaved)
-            if "rope frequencies" in own:
-                theirs = replace(mine, partial=theirs.partial)
-            if "rope layout" in own:
-                theirs = replace(theirs, partial=mine.partial)
-            if theirs != mine:
-                changed["rope"] = theirs
-                if (bare := replace(theirs, partial=mine.partial)) != mine:
-                    words.append(bare.words())
-                if theirs.partial != mine.partial:
-                    words.append(f"{theirs.partial:g} of each head rotated")
-        weights = replay.weights
-        held = {one.name: one.held for one in self.apart if one.held is not None} if "weights" not in own else {}
-        for name, tensor in held.items():
-            weights = weights.borrowing(name, tensor)
-        if held:
-            words.append("the weights as loaded")
-        if not words:
-            return None
-        return Company(f"the deployed {', '.join(words)}", replay.varied(weights=weights, **changed))
 
     def layer_sites(self, *endings: str) -> list[str]:
         """Sites of all decoder layers with these endings (``attn.q``), in forward order."""

@@ -10,6 +10,7 @@ from eagle_trace.sites import draft_sites
 from eagle_trace_analysis.causes import REGISTRY
 from eagle_trace_analysis.causes.base import RECORD_VALUES, Verdict, not_tested
 from eagle_trace_analysis.context import Checkpoints, Context
+from eagle_trace_analysis.params import comparable
 from eagle_trace_analysis.proof import with_parameters, with_proven
 from eagle_trace_analysis.replay import Replayed
 from eagle_trace_analysis.result import Diff
@@ -90,7 +91,8 @@ def diagnose(diff: Diff, train: Trace, serve: Trace, checkpoints: Checkpoints | 
 
 def _diagnose(context: Context) -> Diagnosis:
     # what is proved of weights and steps counts as divergences before any cause looks
-    context.take(with_parameters(context.diff, [(one.name, one.trained, one.served) for one in context.apart]))
+    apart = [(one.name, one.trained, one.served) for one in context.apart if comparable(one.trained, one.served)]
+    context.take(with_parameters(context.diff, apart))
     replayed = _replay(context)
     context.take(with_proven(context.diff, replayed))
     look_at_all(context)

@@ -18,7 +18,10 @@ from numpy.typing import NDArray
 
 Real = NDArray[Any]
 
-ROWS = 256
+#: rows and columns looked at (a multiple of every block)
+ROWS, COLUMNS = 32, 2048
+#: side of the blocks that large models are quantised by
+SQUARE = 128
 BLOCKS = (128, 64, 32, 16)
 #: mean distance to the grid, in steps; numbers that have nothing to do with it are 0.25 off
 ON_GRID = 0.06
@@ -64,58 +67,89 @@ FORMATS: tuple[tuple[str, Real, tuple[float, ...]], ...] = (
 )
 
 
-def grid_of(held: Real, was: Real, unit: float) -> Grid | None:
+@dataclass(frozen=True)
+class Extent:
+    """Least and greatest element of each column of a whole matrix, [1, M] each, of which a sample is looked at."""
+
+    lowest: Real
+    highest: Real
+
+
+def grid_of(held: Real, was: Real, unit: float, whole: Extent | None = None) -> Grid | None:
     """The grid that `held` lies on; None if on none of those known here.
 
     Args:
         held: numbers [N, M], of a matrix or of a vector [1, M].
         was: the trained ones.
         unit: relative rounding they were stored with.
+        whole: of the whole matrix, where `held` is a sample of its rows; without it they are all of them.
     """
     rows = np.unique(np.linspace(0, len(held) - 1, min(len(held), ROWS)).astype(np.int64))
-    y, x = held.astype(np.float64), was.astype(np.float64)
-    for per, lowest, highest in _groupings(y):
-        largest = np.maximum(np.maximum(-lowest, highest), np.finfo(np.float64).tiny)
-        # a zero point is on the grid, so that the range takes in zero
-        lowest = np.minimum(lowest, 0.0)
-        span = np.maximum(np.maximum(highest, 0.0) - lowest, np.finfo(np.float64).tiny)
-        for name, values, tops in FORMATS:
-            if y.size < 4 * len(values):
-                continue
-            for top in tops:
-                step = _of_rows(largest, rows) / top
-                if (found := _lies_on(y[rows], x[rows], step, values, unit)) is not None:
-                    return Grid(name, per, found)
-        for name, count in (("int4 with a zero point", 16), ("int8 with a zero point", 256)):
-            values = np.arange(count).astype(np.float64)
-            step, start = _of_rows(span, rows) / (count - 1), _of_rows(lowest, rows)
-            if y.size >= 4 * count and (found := _lies_on(y[rows], x[rows], step, values, unit, start)) is not None:
-                return Grid(name, per, found)
-        if per != "tensor":
-            continue
-        # a cast without a scale, or with one that is a power of two, keeps to the format's own values
-        for name, values, _ in FORMATS[4:]:
-            if (found := _lies_on(y[rows], x[rows], np.ones((1, 1)), values, unit)) is not None:
-                return Grid(name, per, found)
+    y, x = held[rows, :COLUMNS].astype(np.float64), was[rows, :COLUMNS].astype(np.float64)
+    for per, lowest, highest in _groupings(held, whole):
+        found = _format(y, x, _taken(lowest, rows), _taken(highest, rows), unit)
+        if found is None and per == "tensor":
+            # a cast without a scale, or with one that is a power of two, keeps to the format's own values
+            for name, values, _ in FORMATS[4:]:
+                if (rounds := _lies_on(y, x, np.ones((1, 1)), values, unit)) is not None:
+                    found = name, rounds
+                    break
+        if found is not None:
+            return Grid(found[0], per, found[1])
     return None
 
 
-def _of_rows(one: Real, rows: NDArray[np.int64]) -> Real:
-    return one[rows] if len(one) > 1 else one
+def _format(y: Real, x: Real, lowest: Real, highest: Real, unit: float) -> tuple[str, bool] | None:
+    """The format that y is in, with the range of each element's group, and whether x rounds to it."""
+    tiny = np.finfo(np.float64).tiny
+    largest = np.maximum(np.maximum(-lowest, highest), tiny)
+    for name, values, tops in FORMATS:
+        for top in tops if y.size >= 4 * len(values) else ():
+            if (found := _lies_on(y, x, largest / top, values, unit)) is not None:
+                return name, found
+    # a zero point is on the grid, so that the range takes in zero
+    lowest = np.minimum(lowest, 0.0)
+    span = np.maximum(np.maximum(highest, 0.0) - lowest, tiny)
+    for name, count in (("int4 with a zero point", 16), ("int8 with a zero point", 256)):
+        values = np.arange(count).astype(np.float64)
+        if y.size >= 4 * count and (found := _lies_on(y, x, span / (count - 1), values, unit, lowest)) is not None:
+            return name, found
+    return None
 
 
-def _groupings(y: Real) -> Iterator[tuple[str, Real, Real]]:
+def _taken(one: Real, rows: NDArray[np.int64]) -> Real:
+    """Of a group's figures [N or 1, M or 1], those of the rows and columns looked at."""
+    wide: Real = (one[rows] if len(one) > 1 else one)[:, :COLUMNS].astype(np.float64)
+    return wide
+
+
+def _groupings(y: Real, whole: Extent | None) -> Iterator[tuple[str, Real, Real]]:
     """What may have a scale of its own, and the least and the greatest element of each element's group."""
-    yield "tensor", y.min(keepdims=True), y.max(keepdims=True)
+    low = y.min(axis=0, keepdims=True) if whole is None else whole.lowest
+    high = y.max(axis=0, keepdims=True) if whole is None else whole.highest
+    yield "tensor", low.min(keepdims=True), high.max(keepdims=True)
     if len(y) > 1:
         yield "row", y.min(axis=1, keepdims=True), y.max(axis=1, keepdims=True)
-        if len(y) >= FEWEST:
-            yield "column", y.min(axis=0, keepdims=True), y.max(axis=0, keepdims=True)
+        if whole is not None or len(y) >= FEWEST:
+            yield "column", low, high
     for block in BLOCKS:
         if y.shape[1] % block == 0 and y.shape[1] > block:
             blocks = y.reshape(len(y), -1, block)
-            low, high = (np.repeat(one, block, axis=1) for one in (blocks.min(axis=2), blocks.max(axis=2)))
-            yield f"block of {block}", low, high
+            lows, highs = (np.repeat(one, block, axis=1) for one in (blocks.min(axis=2), blocks.max(axis=2)))
+            yield f"block of {block}", lows, highs
+
+
+def square_grid_of(held: Real, was: Real, unit: float) -> Grid | None:
+    """As `grid_of`, with a scale for each square of `SQUARE` rows and columns; of the first rows of a matrix [N, M]."""
+    if len(held) < SQUARE or held.shape[1] % SQUARE:
+        return None
+    y, x = held[:SQUARE, :COLUMNS].astype(np.float64), was[:SQUARE, :COLUMNS].astype(np.float64)
+    squares = y.reshape(SQUARE, -1, SQUARE)
+    low, high = (
+        np.repeat(one[None, :], SQUARE, axis=1) for one in (squares.min(axis=(0, 2)), squares.max(axis=(0, 2)))
+    )
+    found = _format(y, x, low, high, unit)
+    return None if found is None else Grid(found[0], f"block of {SQUARE} x {SQUARE}", found[1])
 
 
 def _lies_on(y: Real, x: Real, step: Real, values: Real, unit: float, start: Real | float = 0.0) -> bool | None:

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eagle_trace_analysis.checkpoint.files import DTYPE_NAMES, StoredTensor, as_float32
-from eagle_trace_analysis.grids import Grid, grid_of
+from eagle_trace_analysis.grids import SQUARE, Extent, Grid, grid_of, square_grid_of
 from eagle_trace_analysis.places import match_rows, order_words
 from eagle_trace_analysis.tolerance import UNIT
 
@@ -67,14 +67,21 @@ class Pair:
     @cached_property
     def sample(self) -> tuple[Real, Real]:
         """Rows of both in float32, [N, M] each."""
-        return self._read(self.was, self.rows), self._read(self.held, self.rows)
+        return self.read(self.was, self.rows), self.read(self.held, self.rows)
 
     @cached_property
     def unit(self) -> float:
         """Rounding of the coarser dtype, relative."""
         return max(UNIT[DTYPE_NAMES[one.dtype]] for one in (self.was, self.held))
 
-    def _read(self, tensor: StoredTensor, rows: Int) -> Real:
+    def extent(self) -> Extent:
+        """Least and greatest element of each column of the held tensor, all of its rows read."""
+        found = [(y.min(axis=0, keepdims=True), y.max(axis=0, keepdims=True)) for _, _, y in self.blocks()]
+        low, high = zip(*found, strict=True)
+        return Extent(np.min(low, axis=0), np.max(high, axis=0))
+
+    def read(self, tensor: StoredTensor, rows: Int) -> Real:
+        """Some rows in float32 [N, M]; a vector is one row."""
         if len(tensor.shape) != 2:
             return as_float32(tensor.read()).reshape(1, -1)
         if len(rows) == self.height:
@@ -86,7 +93,7 @@ class Pair:
         step = max(1, SAMPLE // self.width)
         for start in range(0, self.height, step):
             rows = np.arange(start, min(self.height, start + step))
-            yield start, self._read(self.was, rows), self._read(self.held, rows)
+            yield start, self.read(self.was, rows), self.read(self.held, rows)
 
     def rounded(self, values: Real) -> Real:
         """As the coarser of the two stored dtypes holds it, so that equal numbers are equal bytes."""
@@ -96,14 +103,17 @@ class Pair:
         return as_float32(values.astype(np.float16)) if "float16" in names else values
 
 
-def kind_of(was: StoredTensor, held: StoredTensor, *, head: int | None = None, parts: int = 1) -> Kind | None:
+def kind_of(
+    was: StoredTensor, held: StoredTensor, *, head: int | None = None, parts: int = 1, part: str = "head"
+) -> Kind | None:
     """How `held` differs from `was`; None if it does not.
 
     Args:
         was: the trained tensor.
         held: the other one.
         head: rows that make a head, of a projection.
-        parts: parts that the columns fall into (the layers' features, of fc).
+        parts: parts that the columns fall into (the layers' features, of fc; the heads, of attention's output).
+        part: what one of them is called.
     """
     if was.shape != held.shape:
         return Kind("another shape", f"is {list(held.shape)}, trained {list(was.shape)}", float("inf"))
@@ -117,7 +127,7 @@ def kind_of(was: StoredTensor, held: StoredTensor, *, head: int | None = None, p
     for look in (_cast, _scaled, _shifted):
         if (found := look(pair, error)) is not None:
             return found
-    for kind in (_rows_moved(pair, error, head), _columns_moved(pair, error, parts), _transposed(pair, error)):
+    for kind in (_rows_moved(pair, error, head), _columns_moved(pair, error, parts, part), _transposed(pair, error)):
         if kind is not None:
             return kind
     return _on_a_grid(pair, error) or _low_rank(pair, error) or _dense(pair, error)
@@ -210,7 +220,7 @@ def _row_places(pair: Pair) -> Int:
     return match_rows(a, b)
 
 
-def _columns_moved(pair: Pair, error: float, parts: int) -> Kind | None:
+def _columns_moved(pair: Pair, error: float, parts: int, part: str) -> Kind | None:
     x, y = (pair.rounded(one[:COLUMN_ROWS]) for one in pair.sample)
     if pair.height == 1:
         if np.array_equal(np.sort(x), np.sort(y)):
@@ -222,7 +232,7 @@ def _columns_moved(pair: Pair, error: float, parts: int) -> Kind | None:
     place = match_rows(np.ascontiguousarray(y.T), np.ascontiguousarray(x.T))
     if (place < 0).any() or np.array_equal(place, np.arange(len(place))):
         return None
-    words = order_words(place, pair.width // parts if parts > 1 else None, "column").replace("heads", "layers' blocks")
+    words = order_words(place, pair.width // parts if parts > 1 else None, "column", part)
     return Kind("columns moved", f"has the trained columns at other places: {words}", error,
                 "store its columns in the trained order")  # fmt: skip
 
@@ -308,13 +318,17 @@ def _some(
 
 
 def _on_a_grid(pair: Pair, error: float) -> Kind | None:
-    found: Grid | None = grid_of(pair.sample[1], pair.sample[0], pair.unit)
+    whole = None if len(pair.rows) == pair.height else pair.extent()
+    found: Grid | None = grid_of(pair.sample[1], pair.sample[0], pair.unit, whole)
+    if found is None and pair.height >= SQUARE:
+        first = np.arange(SQUARE)
+        found = square_grid_of(pair.read(pair.held, first), pair.read(pair.was, first), pair.unit)
     if found is None:
         return None
-    words = f"lies on the grid of {found.format} with one scale per {found.per}"
-    words += (
-        ", and is the trained one rounded to it" if found.rounds_to else ", and is not the trained one rounded to it"
-    )
+    grid = f"{found.format} with one scale per {found.per}"
+    words = f"is the trained one rounded to {grid}"
+    if not found.rounds_to:
+        words = f"lies on the grid of {grid}, and not where the trained one would"
     return Kind(f"{found.format}, one scale per {found.per}", words, error)
 
 

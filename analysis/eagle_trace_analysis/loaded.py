@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
@@ -21,6 +22,8 @@ from eagle_trace_analysis.params import same
 
 #: a tensor is read and hashed for its digest up to this size
 MOST_BYTES = 256 << 20
+#: rows compared of tensors that have no digest
+ROWS = 256
 
 
 @dataclass(frozen=True)
@@ -64,16 +67,38 @@ def digest_as(tensor: StoredTensor, dtype: str) -> str | None:
     return whole.hexdigest()
 
 
-def equal_as_loaded(served: Mapping[str, Any], trained: Mapping[str, Any], was: StoredTensor | None) -> bool:
-    """Whether a parameter as loaded holds the trained numbers, rounded to the server's dtype at most."""
+def equal_as_loaded(
+    served: Mapping[str, Any], trained: Mapping[str, Any], was: StoredTensor | None, held: StoredTensor | None
+) -> bool:
+    """Whether a parameter as loaded holds the trained numbers, rounded to the server's dtype at most.
+
+    Args:
+        served, trained: its rows of params.parquet.
+        was: the trained tensor.
+        held: that of the deployed folder.
+    """
     if not same(served, trained):
         return False
-    if served["dtype"] == trained["dtype"] or not served["digest"] or was is None:
+    if was is None or not was.is_float or not was.shape or list(was.shape) != list(served["shape"]):
         return True
-    # alike in norm, which a quantised tensor is too: its digest tells
-    if list(was.shape) != list(served["shape"]) or (digest := digest_as(was, str(served["dtype"]))) is None:
+    if not served["digest"]:
+        # put together from shards: alike in norm, which moved rows are too
+        return held is None or not is_loaded(held, served) or _rows_equal(was, held)
+    if served["dtype"] == trained["dtype"] or not is_loaded(was, trained):
         return True
-    return bool(digest == served["digest"])
+    # alike in norm, which a quantised tensor is too
+    digest = digest_as(was, str(served["dtype"]))
+    return digest is None or bool(digest == served["digest"])
+
+
+def _rows_equal(was: StoredTensor, held: StoredTensor) -> bool:
+    """Whether some rows of two tensors of one shape are equal, once both are rounded to the coarser dtype."""
+    rows = np.unique(np.linspace(0, was.shape[0] - 1, min(was.shape[0], ROWS)).astype(np.int64))
+    one, two = was.rows(rows), held.rows(rows)
+    coarser = min((one.dtype, two.dtype), key=lambda dtype: ml_dtypes.finfo(dtype).nmant)
+    return bool(
+        np.array_equal(as_float32(as_float32(one).astype(coarser)), as_float32(as_float32(two).astype(coarser)))
+    )
 
 
 def is_loaded(tensor: StoredTensor | None, served: Mapping[str, Any]) -> bool:
@@ -100,8 +125,9 @@ def apart(
     """
     found = []
     for name, row in trained.items():
-        theirs = served.get(name)
-        if theirs is not None and not equal_as_loaded(theirs, row, was.get(name)):
-            loaded = held.get(name)
-            found.append(Apart(name, row, theirs, was.get(name), loaded if is_loaded(loaded, theirs) else None))
+        theirs, mine, loaded = served.get(name), was.get(name), held.get(name)
+        if theirs is not None and not equal_as_loaded(theirs, row, mine, loaded):
+            # a training that goes on has left its checkpoint behind
+            mine = mine if is_loaded(mine, row) else None
+            found.append(Apart(name, row, theirs, mine, loaded if is_loaded(loaded, theirs) else None))
     return found

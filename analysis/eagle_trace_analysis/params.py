@@ -62,14 +62,14 @@ def differing(train: Trace, serve: Trace) -> list[tuple[str, dict[str, Any], dic
     Those that are held in another form (`other_form`) are left out: of them this cannot be said.
     """
     pairs = _pairs(train, serve)
-    return [(name, a, b) for name, (a, b) in pairs.items() if _form(a) == _form(b) and not same(a, b)]
+    return [(name, a, b) for name, (a, b) in pairs.items() if comparable(a, b) and not same(a, b)]
 
 
 def other_form(train: Trace, serve: Trace) -> list[str]:
     """Parameters whose numbers cannot be compared, each with why: another shape, or quantised on one side alone."""
     found = []
     for name, (a, b) in _pairs(train, serve).items():
-        if _form(a) != _form(b):
+        if not comparable(a, b):
             served, trained = (f"{list(row['shape'])} {row['dtype']}" for row in (b, a))
             found.append(f"{name} ({served}, trained {trained})")
     return found
@@ -83,6 +83,11 @@ def _pairs(train: Trace, serve: Trace) -> dict[str, tuple[dict[str, Any], dict[s
 def loaded(trace: Trace) -> dict[str, dict[str, Any]]:
     """Rows of params.parquet by speculators' names."""
     return {row["canonical_name"]: row for row in trace.table("params").to_pylist()}
+
+
+def comparable(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
+    """Whether two rows of params.parquet are of one shape, and both floats of some size or both of one other dtype."""
+    return _form(a) == _form(b)
 
 
 def _form(row: Mapping[str, Any]) -> tuple[tuple[int, ...], str]:

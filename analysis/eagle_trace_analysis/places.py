@@ -61,13 +61,14 @@ def match_rows(held: Real, was: Real) -> Int:
     return place
 
 
-def order_words(place: Int, head: int | None = None, noun: str = "row") -> str:
+def order_words(place: Int, head: int | None = None, noun: str = "row", part: str = "head") -> str:
     """A rearrangement in words: two or more blocks exchanged, whole heads, halves of heads interleaved.
 
     Args:
         place: where each comes from, int64 [N]; no -1.
         head: rows of a head, if they make heads.
         noun: what one of them is called.
+        part: what a head is called.
     """
     count = len(place)
     if np.array_equal(place, np.arange(count)[::-1]):
@@ -76,17 +77,17 @@ def order_words(place: Int, head: int | None = None, noun: str = "row") -> str:
         return words
     size = _block(place, head)
     starts = place.reshape(-1, size)[:, 0] // size
-    what = noun if size == 1 else "head" if size == head else f"block of {size} {noun}s"
-    many = f"{noun}s" if size == 1 else "heads" if size == head else f"blocks of {size} {noun}s"
+    what = noun if size == 1 else part if size == head else f"block of {size} {noun}s"
+    many = f"{noun}s" if size == 1 else f"{part}s" if size == head else f"blocks of {size} {noun}s"
     moved = np.flatnonzero(starts != np.arange(len(starts)))
     if len(moved) == 2 and set(starts[moved]) == set(moved.tolist()):
         return f"{many} {moved[0]} and {moved[1]} exchanged"
-    order = ", ".join(str(int(one)) for one in starts[:_LISTED]) + (", ..." if len(starts) > _LISTED else "")
+    order = ", ".join(str(int(one)) for one in starts[:_LISTED])
+    order += f", ... ({len(moved)} of {len(starts)} moved)" if len(starts) > _LISTED else ""
     if len(np.unique(starts)) < len(starts):
         lost = np.setdiff1d(np.arange(len(starts)), starts)
         return f"{many} in the order {order}: trained {what} {int(lost[0])} is nowhere, another stands twice"
-    whole = "whole heads" if size == head else many
-    return f"{whole}, {len(moved)} of {len(starts)} at another place, in the order {order}"
+    return f"{many} in the order {order}"
 
 
 def _block(place: Int, head: int | None) -> int:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
-from tests.support.plant_edits import HEAD, HIDDEN_NORM, OUT, K, Q, V, heads, put, several, swap
+from tests.support.plant_edits import HIDDEN_NORM, OUT, K, Q, V, heads, put, several, swap
 from tests.support.planted import Edit, Planted
 
 GATE, UP, DOWN = (f"layers.0.mlp.{name}_proj.weight" for name in ("gate", "up", "down"))
@@ -27,15 +26,6 @@ def change(name: str, how: Any) -> Edit:
         held[name] = how(held[name].astype(np.float64)).astype(ml_dtypes.bfloat16).astype(held[name].dtype)
 
     return edit
-
-
-def scaled_row(name: str, row: int, factor: float) -> Edit:
-    def how(x: Any) -> Any:
-        x = x.copy()
-        x[row] *= factor
-        return x
-
-    return change(name, how)
 
 
 def rounded(x: Any, levels: int, *, axis: int | None = None) -> Any:
@@ -60,53 +50,43 @@ def columns(name: str, order: list[int]) -> Edit:
     return change(name, lambda x: np.concatenate([np.split(x, len(order), axis=1)[k] for k in order], axis=1))
 
 
-def merged(name: str, rank: int) -> Edit:
-    def how(x: Any) -> Any:
-        draw = np.random.default_rng(12)
-        a, b = draw.standard_normal((x.shape[0], rank)), draw.standard_normal((rank, x.shape[1]))
-        return x + 0.2 * x.std() * a @ b / rank
+def cases() -> list[tuple[Planted, str, str | None]]:
+    """Each with words that its evidence or its fix must have, and those it must have where the deployed folder is gone.
 
-    return change(name, how)
+    More kinds, tensor by tensor and without a pair of traces, are in `tests/unit/test_kinds.py`.
+    """
 
-
-def cases() -> list[tuple[Planted, str]]:
-    """Each with words that its evidence or its fix must have."""
-
-    def differ(name: str, site: str, edit: Edit, words: str) -> tuple[Planted, str]:
-        return Planted(name, "weights-differ", site, **both(edit)), words
+    def differ(
+        name: str, site: str, edit: Edit, words: str, gone: str | None = None
+    ) -> tuple[Planted, str, str | None]:
+        return Planted(name, "weights-differ", site, **both(edit)), words, gone
 
     return [
-        differ("another-state", "fc.out", another_state, "of another state of the training"),
+        differ("another-state", "fc.out", another_state, "they are of another state of the training"),
         differ("int8", "layer.0.attn.q", quantised(127, Q, K, V, OUT, GATE, UP, DOWN), "int8 with one scale per row"),
-        differ("int4", "layer.0.mlp.out", quantised(7, DOWN), "grid of int4 with one scale per row"),
-        differ("scaled", "layer.0.mlp.out", change(DOWN, lambda x: 1.005 * x), "divide it by 1.005"),
-        differ("negated", "layer.0.mlp.out", change(DOWN, lambda x: -x), "negate it"),
-        differ("norm-less-one", "layer.0.hidden_norm", change(HIDDEN_NORM, lambda x: x - 1), "as for norms that scale"),
-        differ("one-channel", "layer.0.attn.out", scaled_row(OUT, 17, 1.02), "1.02 x the trained one in row 17 alone"),
-        differ("gate-and-up-exchanged", "layer.0.mlp.gate", swap(GATE, UP), f"exchange {GATE} and {UP}"),
-        differ("norms-exchanged", "layer.0.embed_norm", swap(HIDDEN_NORM, EMBED_NORM), "are exchanged"),
-        differ("transposed", "layer.0.attn.out", change(OUT, lambda x: x.T), "transpose it"),
-        differ("features-in-another-order", "fc.out", columns(FC, [1, 2, 0]), "in the order 1, 2, 0"),
-        differ("head-rows-moved", "logits", change(HEAD, lambda x: x[::-1]), "store its rows in the order of d2t"),
-        differ("merged-lora", "layer.0.mlp.gate", merged(GATE, 4), "a change of rank 4"),
-        (Planted("heads", "qkv-order", "layer.0.attn.q", **both(heads(Q, [2, 1, 0, 3]))), "heads 0 and 2 exchanged"),
-        (Planted("keys-with-values", "qkv-order", "layer.0.attn.k", **both(swap(K, V))), "k and v exchanged"),
-    ]  # fmt: skip
+        # the rounding of what is stored is in the figure
+        differ("scaled", "layer.0.mlp.out", change(DOWN, lambda x: 1.005 * x), "divide it by 1.00", "acts as 1.00"),
+        differ("gate-and-up", "layer.0.mlp.gate", swap(GATE, UP), f"exchange {GATE} and {UP}", "are exchanged"),
+        differ(
+            "transposed", "layer.0.attn.out", change(OUT, lambda x: x.T), "transpose it", "is the trained one transp"
+        ),
+        differ("features-moved", "fc.out", columns(FC, [1, 2, 0]), "in the order 1, 2, 0", "in the order 1, 2, 0"),
+    ]
 
 
 def two_at_once() -> list[tuple[Planted, list[str]]]:
     """Two faults that meet in one step, or in one kind of step."""
     eps = put("rms_norm_eps", value=1e-2)
-    scale = change(HIDDEN_NORM, lambda x: 1.2 * x)
-    both_norms = several(scale, change(EMBED_NORM, lambda x: 1.2 * x), change(NORM, lambda x: 1.2 * x),
-                         change("layers.0.post_attention_layernorm.weight", lambda x: 1.2 * x))  # fmt: skip
-    eps_and = Planted("eps-and-one-norm", None, "layer.0.embed_norm", config=eps, serve={"eps": 1e-2}, **both(scale))
+    norms = (HIDDEN_NORM, EMBED_NORM, NORM, "layers.0.post_attention_layernorm.weight")
+    scale = several(*(change(name, lambda x: 1.2 * x) for name in norms))
     rope = several(
         put("rope_parameters", "rope_theta", value=500.0), put("rope_parameters", "partial_rotary_factor", value=0.5)
     )
     return [
-        (eps_and, ["norm-eps", "weights-differ"]),
-        (replace(eps_and, name="eps-and-every-norm", **both(both_norms)), ["norm-eps", "weights-differ"]),
+        (
+            Planted("eps-and-norms", None, "layer.0.embed_norm", config=eps, serve={"eps": 1e-2}, **both(scale)),
+            ["norm-eps", "weights-differ"],
+        ),
         (
             Planted("theta-and-share", None, "layer.0.attn.q_rope", config=rope, serve={"theta": 500.0, "share": 0.5}),
             ["rope-layout", "rope-theta"],
@@ -115,4 +95,45 @@ def two_at_once() -> list[tuple[Planted, list[str]]]:
             Planted("gate-and-window", None, "layer.0.attn.context", serve={"window": 24}, **both(swap(GATE, UP))),
             ["sliding-window", "weights-differ"],
         ),
+    ]
+
+
+# ---- heads, in a draft of more channels than are sampled ----------------------------------------------------------
+
+WIDE_HEADS, WIDE_GROUPS, SIZE = 40, 20, 32
+
+
+def wide(held: dict[str, Any]) -> None:
+    """Projections of 40 query heads and 20 key and value heads: 1,280 and 640 channels."""
+    draw = np.random.default_rng(21)
+    for name, shape in ((Q, (WIDE_HEADS * SIZE, 256)), (K, (WIDE_GROUPS * SIZE, 256)), (V, (WIDE_GROUPS * SIZE, 256)),
+                        (OUT, (128, WIDE_HEADS * SIZE))):  # fmt: skip
+        values = (0.05 * draw.standard_normal(shape)).astype(ml_dtypes.bfloat16)
+        held[name] = values.astype(held[name].dtype)
+
+
+def fused_by_groups(held: dict[str, Any]) -> None:
+    """q, k and v as they come out if one fused tensor, group by group, is split as if all queries came first."""
+    ends = np.cumsum([len(held[name]) for name in (Q, K, V)])
+    groups = [np.split(held[name], WIDE_GROUPS) for name in (Q, K, V)]
+    whole = np.concatenate([part for one in zip(*groups, strict=True) for part in one])
+    held[Q], held[K], held[V] = np.split(whole, ends[:-1])
+
+
+def wide_heads() -> list[tuple[Planted, str]]:
+    """Heads at other places in the wide draft, each with words that the evidence must have."""
+    shape = {"num_attention_heads": WIDE_HEADS, "num_key_value_heads": WIDE_GROUPS}
+
+    def planted(name: str, site: str, edit: Edit, words: str) -> tuple[Planted, str]:
+        flat = several(*(put(key, value=value) for key, value in shape.items()))
+        nested = several(*(put("transformer_layer_config", key, value=value) for key, value in shape.items()))
+        case = Planted(name, "qkv-order", site, config=flat, trained=nested, trained_stored=wide,
+                       **both(several(wide, edit)))  # fmt: skip
+        return case, words
+
+    order = list(range(WIDE_HEADS))
+    order[3], order[31] = 31, 3
+    return [
+        planted("two-query-heads", "layer.0.attn.q", heads(Q, order), "of q, heads 3 and 31 exchanged"),
+        planted("fused-by-groups", "layer.0.attn.q", fused_by_groups, "fused tensor of 20 groups"),
     ]

@@ -75,14 +75,14 @@ CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "heads": (heads_exchanged, "heads 2 and 9 exchanged"),
     "reversed": (lambda x: x[::-1], f"all {HEAD * HEADS} rows in reverse order"),
     "layout": (rotated_layout, "from two halves to neighbours"),
-    "columns": (lambda x: x[:, np.r_[32:64, 0:32, 64:96]], "layers' blocks 0 and 1 exchanged"),
+    "columns": (lambda x: x[:, np.r_[32:64, 0:32, 64:96]], "heads 0 and 1 exchanged"),
     "a column moved": (lambda x: x[:, np.r_[1, 0, 2:WIDTH]], "columns 0 and 1 exchanged"),
     "one row": (lambda x: one_row(x, 1.02), "1.02 x the trained one in row 7 alone"),
     "a row of zeros": (lambda x: one_row(x, 0.0), "is zero in row 7"),
     "one column": (one_column, "1.5 x the trained one in column 5 alone"),
     "column by column": (lambda x: x.T.reshape(x.shape), "is stored column by column"),
     "low rank": (low_rank, "a change of rank 3"),
-    "int8": (lambda x: rounded_to(x, 127, WIDTH), "int8 with one scale per row, and is the trained one rounded to it"),
+    "int8": (lambda x: rounded_to(x, 127, WIDTH), "is the trained one rounded to int8 with one scale per row"),
     "another epoch": (lambda x: x + 0.1 * drawn(seed=3), "of another state of the training"),
     "something else": (lambda _: drawn(seed=4), "has nothing to do with the trained one"),
     "not finite": (lambda x: one_row(x, np.nan), "not finite"),
@@ -163,6 +163,27 @@ def test_quantised_weights_lie_on_the_grid_of_their_format(name: str, dtype: Any
     assert (found.format, found.per, found.rounds_to) == (form, per, True)
 
 
+@pytest.mark.parametrize(
+    ("size", "per"), [(128, "block of 128 x 128"), (None, "tensor")], ids=["by squares", "by the tensor"]
+)
+def test_a_grid_is_found_in_a_matrix_of_which_a_sample_is_read(
+    size: int | None, per: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("eagle_trace_analysis.kinds.SAMPLE", 70 * 256)
+    was = drawn(256, 256)
+    was[1, 3] = 0.3
+    step = np.abs(was).max() / 448 if size is None else _of_squares(was, size) / 448
+    tensors = stored(tmp_path, was=was.astype(BF16), held=_fp8(was, step).astype(BF16))
+    kind = kind_of(tensors["was"], tensors["held"])
+    assert kind is not None
+    assert f"rounded to fp8 (e4m3) with one scale per {per}" in kind.words
+
+
+def _of_squares(x: Any, size: int) -> Any:
+    squares = np.abs(x).reshape(len(x) // size, size, -1, size).max(axis=(1, 3))
+    return np.repeat(np.repeat(squares, size, axis=0), size, axis=1)
+
+
 @pytest.mark.parametrize("dtype", [np.float32, BF16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("shape", [(128, 256), (1, 2048), (192, 96)])
 def test_weights_that_were_not_quantised_lie_on_no_grid(shape: tuple[int, int], dtype: Any) -> None:
@@ -192,7 +213,7 @@ def test_channels_are_matched_over_any_width(monkeypatch: pytest.MonkeyPatch) ->
     ("order", "words"),
     [
         ([3, 1, 2, 0], "heads 0 and 3 exchanged"),
-        ([1, 2, 3, 0], "whole heads, 4 of 4 at another place, in the order 1, 2, 3, 0"),
+        ([1, 2, 3, 0], "heads in the order 1, 2, 3, 0"),
         ([0, 0, 2, 3], "trained head 1 is nowhere"),
     ],
 )

@@ -39,25 +39,40 @@ def check_order(context: Context) -> Outcome:
     faulty = [one for one in judged if one.verdict == "faulty" and not context.agrees(one.site, one.step)]
     if not faulty:
         return ruled_out(innocent(judged))
-    layer, step = faulty[0].site.rsplit(".attn", 1)[0], faulty[0].step
-    parts = [every_channel(context.replay, f"{layer}.attn.{part}", step) for part in PARTS]
+    found: dict[str, Outcome] = {}
+    for one in faulty:
+        layer = one.site.rsplit(".attn", 1)[0]
+        if layer not in found:
+            found[layer] = _of_layer(context, context.replay, one.site, one.step)
+    moved = [one for one in found.values() if one.verdict == "confirmed"]
+    if not moved:
+        return next(iter(found.values()))
+    evidence = "; ".join(one.evidence for one in moved[:2])
+    explained = frozenset(site for one in moved for site in one.explains or ())
+    return replace(moved[0], evidence=evidence, explains=explained)
+
+
+def _of_layer(context: Context, replay: Replay, site: str, step: int) -> Outcome:
+    """The verdict on one layer, of which `site` is the first that is faulty."""
+    layer = site.rsplit(".attn", 1)[0]
+    parts = [every_channel(replay, f"{layer}.attn.{part}", step) for part in PARTS]
     found = [one for one in parts if isinstance(one, Recomputed)]
     if len(found) < len(PARTS):
         why = next(one for one in parts if isinstance(one, str))
-        return not_tested(f"{faulty[0].site} differs, but {why}", RECORD_VALUES)
+        return not_tested(f"{site} differs, but {why}", RECORD_VALUES)
     expected, recorded = (
         np.concatenate([getattr(one, name) for one in found], axis=1) for name in ("expected", "recorded")
     )
-    allowed = 4 * max(context.replay.allowed(site)["channel_median"] for site in sites)
+    allowed = 4 * max(replay.allowed(f"{layer}.attn.{part}")["channel_median"] for part in PARTS)
     place, error = match_channels(recorded, expected, allowed)
     moved = int((place != np.arange(len(place))).sum())
     if not moved:
         return ruled_out(f"all {len(place)} channels of q, k and v are at their trained places")
     exact = float(np.quantile(error, 0.99, method="higher"))
-    size = context.replay.form.head_dim
+    size = replay.form.head_dim
     if exact <= 64 * allowed and float(np.median(error)) <= allowed and _an_order(place, size):
         evidence = (
-            f"{faulty[0].site}: each of {len(place)} channels of q, k and v is a trained one, {moved} at another "
+            f"{site}: each of {len(place)} channels of q, k and v is a trained one, {moved} at another "
             f"place (channel error {np.median(error):.1e}, {allowed:.1e} allowed); "
             f"{_words(place, size, [one.expected.shape[1] for one in found])}"
         )
@@ -65,10 +80,9 @@ def check_order(context: Context) -> Outcome:
         explained = frozenset(
             f"{layer}.attn.{part}" for part, one in zip(PARTS, _split(place, found), strict=True) if one
         )
-        return replace(confirmed(evidence, fix, faulty[0].site), explains=explained)
+        return replace(confirmed(evidence, fix, site), explains=explained)
     return ruled_out(
-        f"{faulty[0].site} differs, and its channels are no rearrangement of the trained ones "
-        f"(nearest: {np.median(error):.1e})"
+        f"{site} differs, and its channels are no rearrangement of the trained ones (nearest: {np.median(error):.1e})"
     )
 
 

@@ -39,7 +39,8 @@ def check_theta(context: Context) -> Outcome:
             # the share of the head is another cause's
             served = replace(served, partial=mine.partial, interleaved=mine.interleaved)
             if served != mine:
-                yield Hypothesis(f"the deployed {served.words()}", replay.varied(rope=served), deployed=True)
+                words = replace(served, partial=1.0).words()
+                yield Hypothesis(f"the deployed {words}", replay.varied(rope=served), deployed=True)
         fitted = fit_theta(replay)
         if fitted is not None:
             plain = replace(mine, theta=fitted, kind="default", parameters={})
@@ -93,8 +94,8 @@ def check_layout(context: Context) -> Outcome:
         flipped = replace(rope, interleaved=not rope.interleaved)
         words = "neighbouring elements rotated" if flipped.interleaved else "halves rotated"
         yield Hypothesis(words, replay.varied(rope=flipped))
-        for share in SHARES:
-            if share not in (rope.partial, served):
+        for share in dict.fromkeys((*SHARES, fit_share(replay))):
+            if share is not None and share not in (rope.partial, served):
                 yield Hypothesis(f"{share:g} of each head rotated", replay.varied(rope=replace(rope, partial=share)))
 
     return counterfactual(
@@ -102,12 +103,31 @@ def check_layout(context: Context) -> Outcome:
         _sites(context),
         others,
         lambda words: (
-            f"the server has {words}: {_fix(context)}"
+            context.fix("rope", f"rotate {_share(context)} of each head, as trained (partial_rotary_factor)")
             if "of each head" in words
             else f"the server has {words}: serve with the layout of the training, or permute q and k weights for it"
         ),
         own=("rope layout",),
     )
+
+
+def fit_share(replay: Replay) -> float | None:
+    """The share of a head that recorded q_rope turned: its last elements are those of q; None if no row shows it."""
+    before, after = (replay.recorded.values(f"layer.0.attn.{name}") for name in ("q", "q_rope"))
+    if before is None or after is None or before.values.shape != after.values.shape:
+        return None
+    size = replay.form.head_dim
+    rows = np.flatnonzero(before.present & after.present & (replay.recorded.keys.position >= 1))
+    if not rows.size or before.values.shape[1] % size:
+        return None
+    off = np.abs(after.values[rows] - before.values[rows]).reshape(-1, size).max(axis=0)
+    scale = np.abs(before.values[rows]).max()
+    turned = np.flatnonzero(off > 1e-3 * scale)
+    return float(turned[-1] + 1) / size if len(turned) else None
+
+
+def _share(context: Context) -> str:
+    return f"{context.form.rope.partial:g}" if context.form else "the same share"
 
 
 def check_reach(context: Context) -> Outcome:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from eagle_trace_analysis.causes.base import RECORD_VALUES, Cause, Outcome, confirmed, not_tested, ruled_out
@@ -178,7 +179,7 @@ def _alike(x: StoredTensor, y: StoredTensor) -> bool:
         return x.shape == y.shape and y.is_float
     rows = np.unique(np.linspace(0, x.shape[0] - 1, min(ROWS, x.shape[0])).astype(np.int64))
     one, two = x.rows(rows), y.rows(rows)
-    coarser = max((one, two), key=lambda side: UNIT[DTYPE_NAMES[x.dtype if side is one else y.dtype]]).dtype
+    coarser = min((one.dtype, two.dtype), key=lambda dtype: ml_dtypes.finfo(dtype).nmant)
     return bool(
         np.array_equal(as_float32(as_float32(one).astype(coarser)), as_float32(as_float32(two).astype(coarser)))
     )

@@ -26,7 +26,7 @@ from eagle_trace_analysis.tolerance import UNIT
 Real = NDArray[Any]
 
 #: causes that say more about the parameters of the sites where they are confirmed
-NARROWER = ("qkv-order", "norm-offset", "embedding-replaced", "lm-head-tied", "lm-head-from-target", "target-differs")
+NARROWER = ("qkv-order", "embedding-replaced", "lm-head-tied", "lm-head-from-target", "target-differs")
 MOST_PARTS = 4
 _GROUPS = 4
 
@@ -50,7 +50,7 @@ def check_differ(context: Context) -> Outcome:
     seen = shown(context, names)
     verb = "is not the trained one" if len(names) == 1 else "are not the trained ones"
     lead = f"as loaded, {len(names)} of {len(common)} parameters {verb}"
-    evidence = f"{lead}: {'; '.join(_grouped(kinds, len(common)))}"
+    evidence = f"{lead}: {'; '.join(_grouped(kinds))}"
     evidence += f"; {seen[0]} differs" if seen else "; no site that uses them differs beyond rounding"
     site = seen[0] if seen else next((at for name in names if (at := site_of(name))), "")
     explained = frozenset(at for one in found if one.held is None and (at := site_of(one.name)))
@@ -132,7 +132,13 @@ def _compared(context: Context, one: Apart) -> Kind | None:
     """By the tensors of both folders."""
     if one.was is None or one.held is None or not one.was.is_float:
         return None
-    kind = kind_of(one.was, one.held, head=_head(context, one.name), parts=_parts(context, one.name))
+    kind = kind_of(
+        one.was,
+        one.held,
+        head=_head(context, one.name),
+        parts=_parts(context, one.name),
+        part="layer's block" if one.name == "fc.weight" else "head",
+    )
     if kind is not None and one.name == "lm_head.weight" and kind.name == "rows moved":
         return _head_rows(context, kind)
     return kind
@@ -235,11 +241,11 @@ def _by_replay(context: Context, one: Apart) -> Kind | None:
 # ---- in words --------------------------------------------------------------------------------------------------
 
 
-def _grouped(kinds: Sequence[tuple[Apart, Kind]], of: int) -> list[str]:
+def _grouped(kinds: Sequence[tuple[Apart, Kind]]) -> list[str]:
     groups: dict[str, list[tuple[Apart, Kind]]] = {}
     for one, kind in kinds:
         groups.setdefault(kind.name, []).append((one, kind))
-    said = [_said(group, of) for group in sorted(groups.values(), key=len, reverse=True)]
+    said = [_said(group, len(kinds)) for group in sorted(groups.values(), key=len, reverse=True)]
     return said[:_GROUPS] + ([f"and {len(said) - _GROUPS} more kinds"] if len(said) > _GROUPS else [])
 
 
@@ -251,12 +257,12 @@ def _said(group: Sequence[tuple[Apart, Kind]], of: int) -> str:
     if len(group) == 1:
         far = f" (relative difference {kind.error:.2g})" if np.isfinite(kind.error) else ""
         return f"{one.name} {kind.words}{far}"
-    which = "all of them" if len(group) == of else f"{len(group)}, {clipped((each.name for each, _ in group), 3)},"
+    which = "they" if len(group) == of else f"{len(group)} ({clipped((each.name for each, _ in group), 3)})"
     verb = {"is": "are", "has": "have", "lies": "lie", "holds": "hold", "differs": "differ", "acts": "act"}
     first, _, rest = kind.words.partition(" ")
-    words = f"{verb.get(first, first)} {rest}"
+    words = f"{verb.get(first, first)} {rest.replace('the trained one ', 'the trained ones ')}"
     if any(found.words != kind.words for _, found in group):
-        words = f"{kind.name} (first: {kind.words})"
+        words = f"differ alike ({kind.name}; {one.name} {kind.words})"
     text = f"{which} {words}"
     if errors:
         (low, a), (high, b) = min(errors), max(errors)
