@@ -143,7 +143,8 @@ class Measured:
         """The figures in words."""
         text = f"error {self.rho_median:.1e} (median row), {self.rho_max:.1e} (worst of {self.rows})"
         found = self.systematic
-        return f"{text}, {found.words()}" if found is not None and self.excess > 1 else text
+        # of an error that its size shows, the size says enough
+        return f"{text}, {found.words()}" if found is not None and self.size <= 1 < self.excess else text
 
     def against(self) -> str:
         """The figures and what is allowed."""

@@ -72,7 +72,11 @@ def replay_lines(replay: tuple[Replayed, ...]) -> Iterator[str]:
     seen = [
         (abs(found.coherent), found.limits.coherent, one)
         for one in replay
-        if one.verdict == "reproduced" and one.serve is not None and (found := one.serve.systematic) is not None
+        if one.verdict == "reproduced"
+        and one.serve is not None
+        and (found := one.serve.systematic) is not None
+        # what is larger stands on too few rows to be anything
+        and abs(found.coherent) <= found.limits.coherent
     ]
     if seen:
         share, limit, worst = max(seen, key=lambda item: item[0] / item[1])
