@@ -14,7 +14,7 @@ from eagle_trace.capture import DTYPES
 from eagle_trace.reader import Trace
 from eagle_trace_analysis import Diff, diff
 from eagle_trace_analysis.context import Context
-from eagle_trace_analysis.diagnose import diagnosed
+from eagle_trace_analysis.diagnose import Checkpoints, diagnosed
 from eagle_trace_analysis.params import same, shown_at
 from eagle_trace_analysis.replay import Replay, Replayed, judge
 from eagle_trace_analysis.report.json import to_json
@@ -148,6 +148,15 @@ def test_no_step_of_a_healthy_pair_is_accused(pair: tuple[Diff, Context]) -> Non
     text = " ".join(render(result).split())
     assert "steps of the server follow from its own inputs as trained" in text
     assert "the target's features are held against each other alone" in text
+
+
+def test_without_the_trained_weights_it_is_said_that_no_step_was_recomputed(
+    pair: tuple[Diff, Context], tmp_path: Path
+) -> None:
+    nowhere = Checkpoints(train_draft=tmp_path / "gone", serve_draft=tmp_path / "gone", target=tmp_path / "gone")
+    text = " ".join(render(diagnosed(pair[0], pair[1].train, pair[1].serve, nowhere)).split())
+    assert "every step by itself not recomputed (the trained draft cannot be read" in text
+    assert "a fault within the tolerance would not be seen" in text
 
 
 def int8(rows: Real) -> Real:
