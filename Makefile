@@ -6,7 +6,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed-$(shell cksum pyproject.toml | cut -d' ' -f1)
 
-.PHONY: help setup demo test lint unit integration bench gpu clean
+.PHONY: help setup demo test lint unit integration bench soak gpu clean
 .DEFAULT_GOAL := help
 
 help:
@@ -14,6 +14,7 @@ help:
 	@echo "make test         lint, types, layers, and every test (the real SGLang and speculators, on CPU)"
 	@echo "make unit         the tests that start no host"
 	@echo "make bench        what recording and diffing cost (prints; asserts nothing)"
+	@echo "make soak         a server under load for some minutes: recorded and not, bad disks, bad clients"
 	@echo "make gpu          what only a machine with a GPU can show; says so where there is none"
 
 setup: $(STAMP)
@@ -48,6 +49,9 @@ bench: $(STAMP)
 	$(BIN)/python tests/benchmarks/bench_record.py
 	$(BIN)/python tests/benchmarks/bench_check.py
 	$(BIN)/python tests/benchmarks/bench_report.py
+
+soak: $(STAMP)
+	$(BIN)/python tests/benchmarks/soak.py
 
 gpu: $(STAMP)
 	$(BIN)/python -m tests.gpu.check

@@ -27,6 +27,7 @@ def trace_html(trace: Trace) -> str:
         "sites": f"{len(sites)}: {listed}",
         "draft": str(manifest.draft.get("path", "not known")),
         "created": manifest.created,
+        "ended": manifest.ended_early or "",
     }
     rows = "".join(
         f'<tr><th style="{_CELL}">{name}</th><td style="{_CELL}">{html.escape(words)}</td></tr>'

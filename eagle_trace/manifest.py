@@ -19,6 +19,8 @@ SEAL = "manifest.json"
 OPEN_SEAL = "manifest.partial.json"
 
 _ATTEMPTS = 10
+#: options that are followed by what nobody else may know (``--api-key``, ``--hf-token``, ``--ssl-keyfile-password``)
+_SECRET = re.compile(r"--?(?:.*[-_.])?(?:key|token|password|passwd|secret)", re.IGNORECASE)
 
 Side = Literal["train", "serve"]
 
@@ -94,6 +96,11 @@ class Manifest:
     dp_rank: int = 0
     files: dict[str, dict[str, int]] = field(default_factory=dict)
     format_version: int = FORMAT_VERSION
+
+    @property
+    def ended_early(self) -> str | None:
+        """A clause that says why the recording ended before it was done, None if it did not; for every reader."""
+        return f"the recording ended early: {self.stopped}" if self.stopped else None
 
     def to_json(self) -> str:
         """The manifest as indented JSON text."""
@@ -184,7 +191,25 @@ def spokesman(manifests: Sequence[Manifest]) -> Manifest:
     warnings = [f"rank {one.rank}: {text}" for one in others for text in one.warnings if text not in first.warnings]
     # each data-parallel rank has prompts of its own: no digest is over all of them
     alone = all(one.dp_rank == first.dp_rank for one in others)
-    return replace(first, warnings=[*first.warnings, *warnings], prompts_digest=first.prompts_digest if alone else "")
+    stopped = [f"{one.stopped} (rank {one.rank})" for one in others if one.stopped]
+    return replace(
+        first,
+        warnings=[*first.warnings, *warnings],
+        stopped=first.stopped or next(iter(stopped), None),
+        prompts_digest=first.prompts_digest if alone else "",
+    )
+
+
+def without_secrets(argv: Sequence[str]) -> list[str]:
+    """A command line as a manifest may hold it: what follows an option such as ``--api-key`` is left out."""
+    words: list[str] = []
+    hidden = False
+    for word in argv:
+        name, equals, _ = word.partition("=")
+        secret = _SECRET.fullmatch(name) is not None
+        words.append("***" if hidden else f"{name}=***" if secret and equals else word)
+        hidden = secret and not equals
+    return words
 
 
 def _text(value: Any) -> bool:

@@ -20,6 +20,8 @@ from eagle_trace.store import Sink, Store, join, reason
 
 #: a part is closed at this size at the latest
 LARGEST_PART_BYTES = 64 << 20
+#: what is handed to the disk at once, if there is so much
+BUFFER_BYTES = 256 << 10
 
 
 class Numbers:
@@ -39,6 +41,8 @@ class _Part:
     """A Parquet file being written."""
 
     sink: Sink
+    #: in front of the sink: Parquet writes some fifty small pieces, and each may cost a slow disk its time
+    stream: pa.BufferedOutputStream
     writer: pq.ParquetWriter
     rows: int = 0
 
@@ -55,6 +59,7 @@ class PartStream:
         options: for `pyarrow.parquet.ParquetWriter`.
         group_bytes: size of a row group, as `add` counts.
         files: the manifest's list, where each part is noted once it is in its place.
+        beat: called after each write that the disk has taken.
     """
 
     def __init__(
@@ -67,6 +72,7 @@ class PartStream:
         options: dict[str, Any],
         group_bytes: int,
         files: dict[str, dict[str, int]],
+        beat: Callable[[], None],
     ) -> None:
         self._schema = schema
         self._make = make
@@ -76,6 +82,7 @@ class PartStream:
         self._options = options
         self._group_bytes = group_bytes
         self._files = files
+        self._beat = beat
         #: what waits for its row group, as it came and as tables
         self._raw: list[Any] = []
         self._tables: list[pa.Table] = []
@@ -138,8 +145,10 @@ class PartStream:
         if self._name is None:
             self._name = f"{self._prefix}-{self._numbers.take():05d}.parquet"
         sink = self._store.sink(self._name)
+        sink.beat = self._beat
         try:
-            return _Part(sink, pq.ParquetWriter(sink, self._schema, **self._options))
+            stream = pa.BufferedOutputStream(pa.PythonFile(sink, mode="w"), BUFFER_BYTES)
+            return _Part(sink, stream, pq.ParquetWriter(stream, self._schema, **self._options))
         except BaseException:
             sink.discard()
             raise
@@ -150,6 +159,7 @@ class PartStream:
             return
         try:
             part.writer.close()
+            part.stream.flush()
             part.sink.commit()
         except (OSError, pa.ArrowException) as error:
             part.sink.discard()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -71,6 +72,34 @@ def unique_key(key: str, seen: dict[str, int]) -> str:
     """
     count = seen[key] = seen.get(key, 0) + 1
     return key if count == 1 else f"{key}#{count}"
+
+
+class LateKeys:
+    """Keys of prompts that are known by their token ids, in the order they came.
+
+    Each is made when it is first asked for: the digest of a long prompt takes time, which a host's thread has not.
+    """
+
+    def __init__(self) -> None:
+        self._token_ids: list[Sequence[int]] = []
+        self._keys: list[str] = []
+        self._seen: dict[str, int] = {}
+        self._lock = threading.Lock()
+
+    def add(self, token_ids: Sequence[int]) -> None:
+        """The next prompt; nobody may change `token_ids` any more."""
+        self._token_ids.append(token_ids)
+
+    def __len__(self) -> int:
+        return len(self._token_ids)
+
+    def __getitem__(self, number: int) -> str:
+        """Key of a prompt by its number, from 0."""
+        with self._lock:
+            while len(self._keys) <= number:
+                key = content_key("input_ids", [int(token) for token in self._token_ids[len(self._keys)]])
+                self._keys.append(unique_key(key, self._seen))
+            return self._keys[number]
 
 
 def _read_trace(path: Path) -> list[Prompt]:

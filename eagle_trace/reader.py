@@ -73,6 +73,7 @@ class Trace:
 
     def __repr__(self) -> str:
         state = "" if self.sealed else ", unsealed"
+        state += f", {self.manifest.ended_early}" if self.manifest.ended_early else ""
         return f"Trace({str(self.path)!r}, {self.side}, {len(self.sites)} sites, level {self.level}{state})"
 
     def _repr_html_(self) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,11 @@ from numpy.typing import NDArray
 from eagle_trace.capture import Rows
 from eagle_trace.errors import UsageError
 from eagle_trace.sites import draft_sites
+
+#: what a selection may consist of: the server's scheduler asks it at every forward, and anybody may send one
+MOST_PATTERNS, LONGEST_PATTERN, MOST_RANGES = 100, 100, 1000
+#: above every number that names a row
+END = 1 << 31
 
 #: half-open ranges of integers; None where a range has no end
 Ranges = tuple[tuple[int, int | None], ...]
@@ -54,8 +60,14 @@ class Selection:
             UsageError: not of that form.
         """
         patterns = tuple(word.strip() for word in (sites or "").split(",") if word.strip())
+        if len(patterns) > MOST_PATTERNS or max(map(len, patterns), default=0) > LONGEST_PATTERN:
+            raise UsageError(
+                f"sites are chosen by at most {MOST_PATTERNS} patterns of at most {LONGEST_PATTERN} letters: "
+                "use * for what they have in common"
+            )
+        names = [site.name for site in draft_sites(64, 8)] if patterns else []
         for pattern in patterns:
-            if not any(fnmatchcase(site.name, pattern) for site in draft_sites(64, 8)):
+            if not any(fnmatchcase(name, pattern) for name in names):
                 raise UsageError(
                     f"no site is called {pattern!r}: names are such as fc.out, layer.0.attn.q, logits, topk.draft_id, "
                     "and * stands for anything"
@@ -69,14 +81,15 @@ class Selection:
 
     def wants(self, site: str) -> bool:
         """Whether the rows of `site` are kept."""
-        return not self.sites or any(fnmatchcase(site, pattern) for pattern in self.sites)
+        return not self.sites or _matches(self.sites, site)
 
     def mask(self, rows: Rows) -> NDArray[np.bool_]:
         """Which of `rows` are kept, bool [T]."""
         kept = np.ones(len(rows), dtype=np.bool_)
         for column, ranges in ((rows.root, self.roots), (rows.step, self.steps), (rows.prompt_id, self.prompts)):
             if ranges:
-                kept &= np.any([_inside(column, low, high) for low, high in ranges], axis=0)
+                # the ranges' borders in order: a number is inside if an odd one is the last at or below it
+                kept &= np.searchsorted(_borders(ranges), column, side="right") % 2 == 1
         return kept
 
     def to_dict(self) -> dict[str, Any]:
@@ -97,8 +110,22 @@ def _as_text(ranges: Ranges) -> str:
     return ",".join(f"{low}:{'' if high is None else high}" for low, high in ranges)
 
 
-def _inside(column: NDArray[np.int32], low: int, high: int | None) -> NDArray[np.bool_]:
-    return (column >= low) & (True if high is None else column < high)
+@lru_cache(maxsize=4096)
+def _matches(patterns: tuple[str, ...], site: str) -> bool:
+    """Whether one of `patterns` is that of `site`; asked for every site of every forward."""
+    return any(fnmatchcase(site, pattern) for pattern in patterns)
+
+
+@lru_cache(maxsize=64)
+def _borders(ranges: Ranges) -> NDArray[np.int64]:
+    """Begin and end of ranges that cover the same numbers and do not touch, ascending, int64 [2 * ranges]."""
+    merged: list[list[int]] = []
+    for low, high in sorted((low, END if high is None else high) for low, high in ranges):
+        if merged and low <= merged[-1][1]:
+            merged[-1][1] = max(merged[-1][1], high)
+        else:
+            merged.append([low, high])
+    return np.array(merged, dtype=np.int64).reshape(-1)
 
 
 def parse_ranges(text: str | None) -> Ranges:
@@ -108,7 +135,10 @@ def parse_ranges(text: str | None) -> Ranges:
         UsageError: a part is neither a number nor a range of two numbers in order.
     """
     ranges: list[tuple[int, int | None]] = []
-    for part in (text or "").split(","):
+    parts = (text or "").split(",", MOST_RANGES)
+    if len(parts) > MOST_RANGES:
+        raise UsageError(f"at most {MOST_RANGES} ranges can be chosen: join those that touch")
+    for part in parts:
         low, colon, high = part.strip().partition(":")
         if not low and not colon:
             continue
@@ -117,8 +147,10 @@ def parse_ranges(text: str | None) -> Ranges:
             stop = (int(high) if high else None) if colon else start + 1
         except ValueError:
             start, stop = 0, 0
-        if start < 0 or (stop is not None and stop <= start):
-            raise UsageError(f"{part.strip()!r} is no number and no range such as 0:64 (from 0 up to but without 64)")
+        if not 0 <= start < END or (stop is not None and not start < stop <= END):
+            raise UsageError(
+                f"{part.strip()[:40]!r} is no number and no range such as 0:64 (from 0 up to but without 64)"
+            )
         ranges.append((start, stop))
     return tuple(ranges)
 
@@ -127,8 +159,8 @@ def select_prompts(count: int, selection: Selection) -> Sequence[int]:
     """Numbers of the prompts that are kept, of `count`."""
     if not selection.prompts:
         return range(count)
-    inside = [range(low, count if high is None else min(high, count)) for low, high in selection.prompts]
-    return sorted({number for part in inside for number in part})
+    inside = np.searchsorted(_borders(selection.prompts), np.arange(count), side="right") % 2
+    return [int(number) for number in np.flatnonzero(inside)]
 
 
 def parse_bytes(text: str) -> int:

@@ -56,6 +56,10 @@ def reason(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
+def _nothing() -> None:
+    """Nobody counts the writes."""
+
+
 class Sink(io.RawIOBase):
     """A file being written. It is there only once `commit` was called, then as a whole.
 
@@ -63,6 +67,7 @@ class Sink(io.RawIOBase):
         bytes: how many were written.
         crc32: of all of them.
         discarded: whether nobody wants it any more.
+        beat: called after each write.
     """
 
     def __init__(self, stream: BinaryIO) -> None:
@@ -70,6 +75,7 @@ class Sink(io.RawIOBase):
         self.bytes = 0
         self.crc32 = 0
         self.discarded = False
+        self.beat: Callable[[], None] = _nothing
 
     def writable(self) -> bool:
         """True."""
@@ -83,6 +89,7 @@ class Sink(io.RawIOBase):
         self.crc32 = zlib.crc32(data, self.crc32)
         size = len(data)
         self.bytes += size
+        self.beat()
         return size
 
     def tell(self) -> int:

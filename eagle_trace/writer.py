@@ -2,84 +2,64 @@
 
 The host's thread only appends to a queue. Rows are gathered into parts (`eagle_trace.parts`), and every few seconds,
 between two forwards, all that was taken so far is put into whole files; then `manifest.partial.json` says which rows of
-which file belong together. A host that is killed loses what came after that. Memory is bounded by the queue's budget
-plus one row group a site.
+which file belong together. A host that is killed loses what came after that. Memory is bounded by the queue's budget,
+one forward, and one row group per site.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import queue
 import socket
 import threading
 import time
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-
 from eagle_trace.capture import LEVELS, Array, Rows, Shard
 from eagle_trace.errors import OutputExistsError, RecordingError, TraceError, UsageError
-from eagle_trace.gather import BLOBS, Gather, Kept, kept_bytes, kind_of, value_columns
+from eagle_trace.gather import kept_bytes
+from eagle_trace.inbox import Inbox
 from eagle_trace.manifest import Manifest, open_seal_name, read_manifest, seal_name
 from eagle_trace.output import check_output, prepare_output, remove_empty
-from eagle_trace.parts import Numbers, PartStream, leaves
-from eagle_trace.schema import TABLES, value_schema
+from eagle_trace.patience import FOLDER_SECONDS, MAX_WAIT
 from eagle_trace.sketch import Reduced
 from eagle_trace.store import Place, join, open_store, reason
-from eagle_trace.tables import key_columns, rows_table, topk_table
+from eagle_trace.streams import Streams
 
 __all__ = ["Shard", "TraceWriter", "check_output", "prepare_output", "remove_empty"]
 
-ROW_GROUP_BYTES = 2 << 20
-#: the same where no values are kept: rows are small there
-REDUCED_GROUP_BYTES = 512 << 10
 QUEUE_BYTES = 256 << 20
-TABLE_ROWS = 1 << 14
 #: how old what is not on disk yet may get
 FLUSH_SECONDS = 5.0
 #: a call that was handed over in part is waited for: until the host has been silent for so long, or has not been
 #: silent for so long
 _QUIET_SECONDS, _CALL_SECONDS = 0.25, 2.0
+#: a disk that takes nothing for so long hangs [s]: where nobody else waits for the host, and where others do
+STALL_SECONDS, GUEST_STALL_SECONDS = 60.0, 10.0
+#: in a host that others wait for: when what is not written yet is given up, and when the seal is [s]
+HURRY_SECONDS, SEAL_SECONDS = 20.0, 60.0
+#: why a recording ended that would have made its host wait
+TOO_SLOW = "the disk was too slow"
+LEFT_OUT = "the disk was too slow to take the last forwards: they are left out"
 
-Make = Callable[[list[Any]], pa.Table]
+#: what the keys of a row take
+ROW_BYTES = 64
 
 #: prompts and calls of data-parallel rank d are numbered from d times this on
 DP_STRIDE = 1 << 20
 
 
-class _SiteStream:
-    """Rows of one site on their way to its parts: reduced where the level keeps no values, then written."""
-
-    def __init__(self, gather: Gather, parts: PartStream) -> None:
-        self._gather = gather
-        self._parts = parts
-
-    def add(self, rows: Rows, values: Array | Reduced) -> None:
-        for kept, size in self._gather.add(rows, values):
-            self._parts.add(kept, size)
-
-    def save(self) -> None:
-        for kept, size in self._gather.drain():
-            self._parts.add(kept, size)
-        self._parts.save()
-
-    def discard(self) -> None:
-        self._parts.discard()
-
-
 class TraceWriter:
-    """Writes one trace, or one rank's share of it. Every method but `flush`, `seal` and `abort` returns at once; none
-    raises for what the disk does.
+    """Writes one trace, or one rank's share of it. No method raises for what the disk does, but for `seal`.
 
-    A failure in the background (disk full, a bug) stops the recording: later calls do nothing, `failure` holds the
-    error and `seal` raises it. The host is never made to fail.
+    The host never waits for the disk longer than `max_wait` seconds in all. When that is used up, the recording ends
+    with the forward that is being handed over (`accepting` is False, the trace says that it was `TOO_SLOW`). A failure
+    in the background (disk full, a bug) stops it likewise: later calls do nothing, `failure` holds the error and `seal`
+    raises it. A disk that hangs is left behind with the thread that waits for it. The host is never made to fail.
 
     Several ranks may write into one folder without knowing of each other. The manifest of each says which `rank` of how
     many `ranks` it is. Ranks of one ``dp_rank`` compute the same rows: the one of ``tp_rank`` 0 writes all, the others
@@ -90,36 +70,62 @@ class TraceWriter:
         path: an empty folder, or the URL of one (see `prepare_output`).
         manifest: side, level and host must be set; the rest may be filled in until `seal`.
         max_bytes: stop recording once so many bytes of captures were taken; None for no limit.
+        max_wait: how long the host may wait for the disk, in all [s]; None where nobody else waits for the host.
+        prepare: what to do before the folder is written to, in the writer's thread.
+        background: do not wait until the folder is open; what stands in the way later is a `failure`.
 
     Raises:
         UsageError: no such level, or ranks that make no sense.
         OutputExistsError: somebody records there, or recorded there.
-        RecordingError: the folder cannot be written.
+        RecordingError: the folder cannot be written, or does not answer.
     """
 
-    def __init__(self, path: Place, manifest: Manifest, *, max_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        path: Place,
+        manifest: Manifest,
+        *,
+        max_bytes: int | None = None,
+        max_wait: float | None = MAX_WAIT,
+        prepare: Callable[[], None] | None = None,
+        background: bool = False,
+    ) -> None:
         _check(manifest)
         self._store = open_store(path)
         self.path = self._store.place
         self.manifest = manifest
         self.failure: BaseException | None = None
         self._max_bytes = max_bytes
+        self._guest = max_wait is not None and max_wait < float("inf")
         self._first_id = manifest.dp_rank * DP_STRIDE
         self._taken = 0
-        self._pending = 0
-        self._room = threading.Condition()
-        self._queue: queue.SimpleQueue[tuple[str, Any, int] | None] = queue.SimpleQueue()
-        self._tables: dict[str, PartStream] = {}
-        self._sites: dict[tuple[str, str, int, Shard | None], _SiteStream] = {}
-        self._numbers: dict[str, Numbers] = defaultdict(Numbers)
+        self._inbox = Inbox(QUEUE_BYTES, max_wait, GUEST_STALL_SECONDS if self._guest else STALL_SECONDS)
+        self._streams = Streams(self._store, manifest, self._first_id, self._inbox.beat)
         self._call: int | None = None
+        self._highest = -1
+        self._hurry_at: float | None = None
+        self._aborted = False
         self._saved_at = time.monotonic()
         self._dirty = False
-        self._open()
+        self._prepare = prepare
+        self._opened = threading.Event()
         self._thread = threading.Thread(target=self._run, name="eagle-trace-writer", daemon=True)
         self._thread.start()
+        started = time.monotonic()
+        if self._opened.wait(min(max_wait or 0.0, FOLDER_SECONDS) if background else FOLDER_SECONDS):
+            if self.failure is not None:
+                raise self.failure
+        elif not background:
+            self._abandon(RecordingError(f"{path} did not answer within {FOLDER_SECONDS:g} s: does its disk hang?"))
+            raise RecordingError(str(self.failure))
+        if background:
+            self._inbox.spend(time.monotonic() - started)
 
     def _open(self) -> None:
+        if self._prepare is not None:
+            self._prepare()
+            if self.failure is not None:  # nobody waits for the folder any more: it may be another's by now
+                return
         manifest, store = self.manifest, self._store
         seal = seal_name(manifest.rank)
         taken = f"{join(store.place, seal)} is there or being made: two recorders cannot write one trace"
@@ -138,13 +144,21 @@ class TraceWriter:
 
     @property
     def accepting(self) -> bool:
-        """False once the byte budget is spent or writing failed. Ask before a forward, so that calls stay whole."""
+        """False once the budget of bytes or of waiting is spent, or writing failed. Ask before a forward."""
         if self.failure is not None:
+            return False
+        if self._inbox.slow:
+            self.manifest.stopped = self.manifest.stopped or TOO_SLOW
             return False
         if self._max_bytes is not None and self._taken >= self._max_bytes:
             self.manifest.stopped = "max-bytes"
             return False
         return True
+
+    @property
+    def patience(self) -> float:
+        """How long the host may still wait for the disk in this recording [s]."""
+        return self._inbox.patience
 
     @property
     def _leads(self) -> bool:
@@ -153,8 +167,11 @@ class TraceWriter:
 
     def put_rows(self, rows: Rows, training: Mapping[str, Array] | None = None) -> None:
         """Take the keys of one forward's draft rows, and columns of `schema.TRAINING` [T] that are known of them."""
+        if self.failure is None:
+            # keys count as well, on every rank: at level ``shapes`` they are all there is
+            self._taken += ROW_BYTES * len(rows)
         if len(rows) and self._leads:
-            self._put("rows", (self._numbered(rows), training or {}), 64 * len(rows))
+            self._put("rows", (self._numbered(rows), training or {}), ROW_BYTES * len(rows))
 
     def put_values(self, site: str, rows: Rows, values: Array | Reduced, shard: Shard | None = None) -> None:
         """Take the rows of one site: `values` [T, W] in the host's dtype, owned by the writer from now on.
@@ -181,16 +198,15 @@ class TraceWriter:
             size = draft_ids.size * 32
             self._put("topk", (self._numbered(rows), draft_ids, target_ids, logits, logprobs), size)
 
-    def put_record(self, table: str, record: Mapping[str, Any]) -> None:
+    def put_record(self, table: str, record: Mapping[str, Any] | Callable[[], Mapping[str, Any]]) -> None:
         """Take one row of a small table (prompts, calls, params, rounds, floors) as a mapping of its columns.
 
-        A prompt may be given more than once, as more of it is known: the last row of a `prompt_id` counts.
+        A prompt may be given more than once, as more of it is known: the last row of a `prompt_id` counts. A row that
+        takes time to make is given as a function, which the writer's thread calls.
         """
         if self._leads or table == "params":
-            numbers = {
-                name: record[name] + self._first_id for name in ("prompt_id", "call_id") if record.get(name) is not None
-            }
-            self._put("record", (table, dict(record) | numbers), 256)
+            made = record if callable(record) else dict(record)
+            self._put("record", (table, made), 256)
 
     def _numbered(self, rows: Rows) -> Rows:
         if not self._first_id:
@@ -200,7 +216,7 @@ class TraceWriter:
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until all that was taken so far is in whole files: whether it is, within `timeout` seconds."""
         done = threading.Event()
-        self._queue.put(("flush", done, 0))
+        self._inbox.put("flush", done, 0)
         give_up = None if timeout is None else time.monotonic() + timeout
         while not done.wait(0.05):
             if not self._thread.is_alive() or (give_up is not None and time.monotonic() > give_up):
@@ -209,26 +225,128 @@ class TraceWriter:
 
     # ---- the end ----------------------------------------------------------------------------------------------
 
+    def close(self, stopped: str | None = None) -> None:
+        """Take nothing more: the writer's thread writes what is left, then the seal. Returns at once.
+
+        Of a guest's recording that is not written after `HURRY_SECONDS`, what is whole by then is sealed.
+
+        Args:
+            stopped: why the recording ended before it was done, in a few words; None if it was done.
+        """
+        if self._inbox.slow and self.manifest.stopped is None:
+            self.manifest.stopped = TOO_SLOW
+        elif stopped is not None:
+            self.manifest.stopped = stopped
+        if self._guest and self._hurry_at is None:
+            self._hurry_at = time.monotonic() + HURRY_SECONDS
+        self._inbox.close()
+
+    def wait(self, seconds: float | None, stall: float | None = None) -> bool:
+        """Whether, after `close`, the trace is sealed or has failed within `seconds`.
+
+        Args:
+            seconds: how long to wait; None for as long as something is being written.
+            stall: give up when nothing is for so many seconds; None for what the writer takes for a disk that hangs.
+        """
+        return self._inbox.wait_until_finished(seconds, stall)
+
     def seal(self, stopped: str | None = None) -> Place:
         """Write what is left, then the manifest, and return the trace's path.
 
         Args:
-            stopped: why the recording ended before it was done, in a few words; None if it was done.
+            stopped: see `close`.
 
         Raises:
-            RecordingError: something could not be written; the trace stays unsealed.
+            RecordingError: something could not be written, or not in time; the trace stays unsealed.
         """
-        if stopped is not None:
-            self.manifest.stopped = stopped
-        self._stop()
-        if self.failure is None:
-            self._guarded(self._write_seal)
+        self.close(stopped)
+        seconds = SEAL_SECONDS if self._guest else None
+        if not self.wait(seconds):
+            self._abandon(RecordingError(f"{TOO_SLOW} or hangs: it did not take in time what was left to write"))
         if self.failure is not None:
             raise RecordingError(
                 f"recording into {self.path} failed: {reason(self.failure)}; "
                 "what was whole before stays there, marked as partial"
             ) from self.failure
         return self.path
+
+    def abort(self, error: BaseException) -> None:
+        """Stop recording because of `error`; what was taken so far stays on disk, unsealed."""
+        self.manifest.stopped, self.manifest.recorder = reason(error), ""
+        self._aborted = True
+        self.close()
+        if not self.wait(SEAL_SECONDS if self._guest else None):
+            self._abandon(error)
+        if self.failure is None:
+            self.failure = error
+
+    def _abandon(self, error: BaseException) -> None:
+        """Leave the thread to its disk: what waits is forgotten, so that it holds no memory."""
+        if self.failure is None:
+            self.failure = error
+        self._inbox.drop()
+
+    # ---- the background thread --------------------------------------------------------------------------------
+
+    def _put(self, kind: str, item: Any, size: int) -> None:
+        if self.failure is None:
+            self._inbox.put(kind, item, size, self._call_of(kind, item))
+
+    def _call_of(self, kind: str, item: Any) -> int | None:
+        """The forward that what was handed over belongs to, if to one."""
+        if kind == "record":
+            call = None if callable(item[1]) else item[1].get("call_id")
+            return None if call is None else int(call) + self._first_id
+        rows = item[1] if kind == "values" else item[0]
+        return int(rows.call_id[0])
+
+    def _run(self) -> None:
+        try:
+            self._guarded(self._open)
+            if self.failure is not None:
+                return
+            self._opened.set()
+            self._work()
+            self._guarded(self._save)
+            self._streams.discard()
+            if not self._aborted:
+                self._guarded(self._write_seal)
+            if self.failure is not None:
+                self._note_failure()
+        finally:
+            self._opened.set()
+            self._inbox.finish()
+
+    def _work(self) -> None:
+        """Take what comes until there is nothing more."""
+        while True:
+            due = self._saved_at + FLUSH_SECONDS
+            try:
+                wait = max(_QUIET_SECONDS, due - time.monotonic()) if self._dirty else None
+                message = self._inbox.get(wait)
+            except TimeoutError:
+                self._guarded(self._save)
+                continue
+            if message is None:
+                return
+            kind, item, size, call = message
+            if not self._too_late(call):
+                self._guarded(lambda: self._take(kind, item, call, due))  # noqa: B023 (called at once)
+            if kind == "flush":
+                item.set()
+            self._inbox.done(size)
+
+    def _too_late(self, call: int | None) -> bool:
+        """Whether a forward is left out, so that those before it are sealed in time."""
+        if call is None or call <= self._highest:
+            return False
+        if self._hurry_at is not None and time.monotonic() > self._hurry_at:
+            self.manifest.stopped = self.manifest.stopped or TOO_SLOW
+            if LEFT_OUT not in self.manifest.warnings:
+                self.manifest.warnings.append(LEFT_OUT)
+            return True
+        self._highest = call
+        return False
 
     def _write_seal(self) -> None:
         manifest, store = self.manifest, self._store
@@ -243,54 +361,9 @@ class TraceWriter:
         except OSError as error:
             raise RecordingError(f"cannot seal {store.place}: {reason(error)}") from error
 
-    def abort(self, error: BaseException) -> None:
-        """Stop recording because of `error`; what was taken so far stays on disk, unsealed."""
-        self.manifest.stopped, self.manifest.recorder = reason(error), ""
-        self._stop()
-        if self.failure is None:
-            self.failure = error
-
-    def _stop(self) -> None:
-        if self._thread.is_alive():
-            self._queue.put(None)
-            self._thread.join()
-
-    # ---- the background thread --------------------------------------------------------------------------------
-
-    def _put(self, kind: str, item: Any, size: int) -> None:
+    def _note_failure(self) -> None:
+        """What was saved last stays as it is, but says why it ends there and that nobody is at work any more."""
         if self.failure is not None:
-            return
-        with self._room:
-            # one item larger than the whole budget must still get through
-            self._room.wait_for(
-                lambda: self._pending == 0 or self._pending + size <= QUEUE_BYTES or self.failure is not None
-            )
-            self._pending += size
-        self._queue.put((kind, item, size))
-
-    def _run(self) -> None:
-        while True:
-            due = self._saved_at + FLUSH_SECONDS
-            try:
-                wait = max(_QUIET_SECONDS, due - time.monotonic()) if self._dirty else None
-                message = self._queue.get(timeout=wait)
-            except queue.Empty:
-                self._guarded(self._save)
-                continue
-            if message is None:
-                break
-            kind, item, size = message
-            self._guarded(lambda: self._take(kind, item, due))  # noqa: B023 (called at once)
-            if kind == "flush":
-                item.set()
-            with self._room:
-                self._pending -= size
-                self._room.notify_all()
-        self._guarded(self._save)
-        for stream in self._all_streams():
-            stream.discard()
-        if self.failure is not None:
-            # what was saved last stays as it is, but says why it ends there and that nobody is at work any more
             with contextlib.suppress(OSError, TraceError):
                 saved = read_manifest(self._store, open_seal_name(self.manifest.rank))
                 saved.recorder, saved.stopped = "", reason(self.failure)
@@ -303,31 +376,22 @@ class TraceWriter:
             work()
         except Exception as error:  # noqa: BLE001 (must never reach the host: kept and raised by seal)
             self.failure = error
-            with self._room:
-                self._room.notify_all()
+            self._inbox.drop()
 
-    def _take(self, kind: str, item: Any, due: float) -> None:
+    def _take(self, kind: str, item: Any, call: int | None, due: float) -> None:
         if kind == "flush":
             self._save()
             return
-        late, call = time.monotonic() - due, _call_of(kind, item)
+        late = time.monotonic() - due
         if self._dirty and late >= 0 and (late >= _CALL_SECONDS or call not in (None, self._call)):
             self._save()
         self._call = self._call if call is None else call
         self._dirty = True
-        if kind == "rows":
-            self._table("rows", rows_table).add(item, len(item[0]))
-        elif kind == "topk":
-            self._table("topk", topk_table).add(item, item[1].size)
-        elif kind == "record":
-            self._take_record(*item)
-        else:
-            self._take_values(*item)
+        self._streams.add(kind, item)
 
     def _save(self) -> None:
         """Put all that was taken into whole files, and say in the open seal that they belong together."""
-        for stream in self._all_streams():
-            stream.save()
+        self._streams.save()
         self._saved_at = time.monotonic()
         self._dirty = False
         self.manifest.flushed = datetime.now(UTC).isoformat(timespec="seconds")
@@ -335,37 +399,6 @@ class TraceWriter:
             self.manifest.write(self._store, open_seal_name(self.manifest.rank))
         except OSError as error:
             raise RecordingError(f"cannot write into {self.path}: {reason(error)}") from error
-
-    def _take_record(self, table: str, record: dict[str, Any]) -> None:
-        schema = TABLES[table]
-        self._table(table, lambda records: pa.Table.from_pylist(records, schema=schema)).add(record, 1)
-
-    def _take_values(self, site: str, rows: Rows, values: Array | Reduced, shard: Shard | None) -> None:
-        key = (site, *kind_of(values), shard)
-        stream = self._sites.get(key)
-        if stream is None:
-            level = self.manifest.level
-            schema = value_schema(*key[:3], level, shard)
-            made = partial(_site_table, schema)
-            group = ROW_GROUP_BYTES if level == "values" else REDUCED_GROUP_BYTES
-            parts = self._stream(f"values/site={site}", schema, made, _value_options(schema), group)
-            stream = self._sites[key] = _SiteStream(Gather(level, shard), parts)
-        stream.add(rows, values)
-
-    def _table(self, table: str, make: Make) -> PartStream:
-        stream = self._tables.get(table)
-        if stream is None:
-            options = {"compression": "zstd"}
-            stream = self._stream(f"{table}.parquet", TABLES[table], make, options, TABLE_ROWS)
-            self._tables[table] = stream
-        return stream
-
-    def _all_streams(self) -> list[PartStream | _SiteStream]:
-        return [*self._tables.values(), *self._sites.values()]
-
-    def _stream(self, folder: str, schema: pa.Schema, make: Make, options: dict[str, Any], group: int) -> PartStream:
-        prefix = f"{folder}/rank{self.manifest.rank}"
-        return PartStream(self._store, prefix, self._numbers[prefix], schema, make, options, group, self.manifest.files)
 
 
 def _check(manifest: Manifest) -> None:
@@ -377,31 +410,3 @@ def _check(manifest: Manifest) -> None:
         raise UsageError(f"dp_rank {manifest.dp_rank} is not one of 0 to {2**31 // DP_STRIDE - 1}")
     if manifest.rank == 0 and (manifest.tp_rank or manifest.dp_rank):
         raise UsageError("rank 0 is the one of tp_rank 0 and dp_rank 0")
-
-
-def _call_of(kind: str, item: Any) -> int | None:
-    """The forward that what was handed over belongs to, if to one."""
-    if kind == "record":
-        call = item[1].get("call_id")
-        return None if call is None else int(call)
-    rows = item[1] if kind == "values" else item[0]
-    return int(rows.call_id[0])
-
-
-def _site_table(schema: pa.Schema, items: Sequence[Kept]) -> pa.Table:
-    """Rows of one site as a table: keys, statistics, and the bytes as the level keeps them."""
-    columns = key_columns(Rows.concatenate([rows for rows, _ in items]))
-    columns |= value_columns(schema, [values for _, values in items])
-    return pa.Table.from_arrays([columns[name] for name in schema.names], schema=schema)
-
-
-def _value_options(schema: pa.Schema) -> dict[str, Any]:
-    """How a site's parts are written."""
-    plain = [name for name in schema.names if name not in BLOBS]
-    # exact bytes: no dictionary, no statistics, no compression, so that reading is a copy and nothing else
-    return {
-        "compression": {**dict.fromkeys(leaves(plain), "zstd"), **dict.fromkeys(BLOBS, "none")},
-        "use_dictionary": leaves([name for name in plain if name not in ("norm", "absmax", "mean")]),
-        "write_statistics": leaves(plain),
-        "data_page_size": ROW_GROUP_BYTES,
-    }

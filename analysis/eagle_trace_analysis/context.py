@@ -15,7 +15,7 @@ from eagle_trace.capture import LEVELS
 from eagle_trace.errors import CheckpointError, TraceError
 from eagle_trace.reader import Trace
 from eagle_trace_analysis.checkpoint import engine
-from eagle_trace_analysis.checkpoint.check import CHECKS
+from eagle_trace_analysis.checkpoint.check import checks_of
 from eagle_trace_analysis.checkpoint.files import Checkpoint, StoredTensor, open_checkpoint
 from eagle_trace_analysis.checkpoint.finding import Finding, Status
 from eagle_trace_analysis.checkpoint.subject import Subject, Target, open_subject, open_target
@@ -201,7 +201,7 @@ class Context:
         if self.subject is None:
             return {}
         found = {}
-        for check in CHECKS:
+        for check in checks_of(self.subject):
             try:
                 finding = check(self.subject)
             except CheckpointError as error:

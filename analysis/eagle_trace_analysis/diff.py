@@ -152,14 +152,19 @@ class _Comparison:
     def _nothing_in_common(self) -> str | None:
         alignment = self.alignment
         if not alignment.prompt_keys:
-            return "no prompt in common: " + _both(
-                list(self.train.prompts["prompt_key"]), list(self.serve.prompts["prompt_key"]), "prompt keys"
-            )
+            train, serve = (list(trace.prompts["prompt_key"]) for trace in (self.train, self.serve))
+            return f"no prompt in common: {_both(train, serve, 'prompt keys')}{self._ended_early()}"
         if not len(alignment.rows):
-            return "no row in common: " + _both(_extent(self.train), _extent(self.serve), "rows")
+            rows = _both(_extent(self.train), _extent(self.serve), "rows")
+            return f"no row in common: {rows}{self._ended_early()}"
         if not set(self.shapes[0]) & set(self.shapes[1]):
             return "no site in common: " + _both(list(self.shapes[0]), list(self.shapes[1]), "sites")
         return None
+
+    def _ended_early(self) -> str:
+        """What to say behind rows that are missing: which recordings never came that far."""
+        found = [(trace.path, trace.manifest.ended_early) for trace in (self.train, self.serve)]
+        return "".join(f"; of {path} {early}" for path, early in found if early)
 
     def _too_little(self, minimum_share: float) -> str | None:
         coverage = self.alignment.coverage
@@ -169,7 +174,7 @@ class _Comparison:
         return (
             f"only {coverage.matched} of {comparable} comparable serve rows ({coverage.share:.0%}) "
             f"have a train row, fewer than {minimum_share:.0%}: "
-            f"{_both(_extent(self.train), _extent(self.serve), 'rows')}. "
+            f"{_both(_extent(self.train), _extent(self.serve), 'rows')}{self._ended_early()}. "
             f"Record the train side with --replay {self.serve.path}, or lower --minimum-share"
         )
 
@@ -307,10 +312,8 @@ class _Comparison:
             if not trace.sealed:
                 lost = f": {'; '.join(trace.missing[:3])}" if trace.missing else ""
                 self.notes.append(Note("partial", f"{trace.path} was not finished or is damaged{lost}"))
-            if trace.manifest.stopped:
-                self.notes.append(
-                    Note("stopped", f"recording of {trace.path} stopped early ({trace.manifest.stopped})")
-                )
+            if early := trace.manifest.ended_early:
+                self.notes.append(Note("stopped", f"{trace.path}: {early}"))
             if found := check_ranks(trace):
                 more = f"; and {len(found) - _LISTED} more" if len(found) > _LISTED else ""
                 text = "; ".join(one.text for one in found[:_LISTED])

@@ -13,6 +13,8 @@ from eagle_trace.cli.progress import Progress
 from eagle_trace.errors import UsageError
 from eagle_trace.store import Place, as_place
 
+API_KEY, ADMIN_KEY = "EAGLE_TRACE_API_KEY", "EAGLE_TRACE_ADMIN_API_KEY"
+
 
 class Mode(StrEnum):
     """Which forward to record."""
@@ -57,14 +59,19 @@ def record(
         typer.Option(help="serve: URL of a server started with EAGLE_TRACE_OUT=FOLDER, instead of starting one."),
     ] = None,
     api_key: Annotated[
-        str | None, typer.Option(help="attach: the server's API key.", envvar="EAGLE_TRACE_API_KEY")
+        str | None,
+        typer.Option(help="attach: the server's API key; its admin key if it has that alone.", envvar=API_KEY),
+    ] = None,
+    admin_api_key: Annotated[
+        str | None,
+        typer.Option(
+            help="attach: the server's admin key, which recording takes where there is one.", envvar=ADMIN_KEY
+        ),
     ] = None,
     requests: Annotated[
         int | None, typer.Option(help="attach, without --prompts: record the next so many requests. Default: 8.")
     ] = None,
-    match: Annotated[
-        str, typer.Option(help="attach, without --prompts: only request ids with this regular expression.")
-    ] = "",
+    match: Annotated[str, typer.Option(help="attach, without --prompts: only request ids of this form (eval-*).")] = "",
     sample: Annotated[
         float, typer.Option(help="attach, without --prompts: only this share (0 to 1) of the requests.")
     ] = 1.0,
@@ -98,6 +105,7 @@ def record(
     ] = None,
 ) -> None:
     """Record one side of a draft model into a trace."""
+    from eagle_trace.manifest import without_secrets
     from eagle_trace.recorder import find_recorder
     from eagle_trace.selection import Selection, parse_bytes
 
@@ -114,8 +122,9 @@ def record(
         )
         name = "attach"
         common |= asking | {
-            "url": attach, "api_key": api_key, "timeout": timeout, "match": match, "sample": sample,
-            "seconds": seconds, "max_bytes": max_bytes, "keep_cuda_graphs": keep_cuda_graphs, "argv": list(sys.argv),
+            "url": attach, "api_key": api_key, "admin_api_key": admin_api_key, "timeout": timeout, "match": match,
+            "sample": sample, "seconds": seconds, "max_bytes": max_bytes, "keep_cuda_graphs": keep_cuda_graphs,
+            "argv": without_secrets(sys.argv),
         }  # fmt: skip
         if requests is not None:
             common["requests"] = requests
@@ -127,7 +136,8 @@ def record(
             "target": target, "draft": draft, "dtype": dtype, "device": device,
             "max_bytes": parse_bytes(max_bytes) if max_bytes else None,
             "steps": 3 if steps is None else steps, "topk": topk, "draft_tokens": draft_tokens,
-            "keep_cuda_graphs": keep_cuda_graphs, "sglang_args": tuple(sglang_args or ()), "argv": tuple(sys.argv),
+            "keep_cuda_graphs": keep_cuda_graphs, "sglang_args": tuple(sglang_args or ()),
+            "argv": tuple(without_secrets(sys.argv)),
         }  # fmt: skip
     else:
         if sglang_args:
@@ -150,12 +160,13 @@ def record(
             "max_bytes": parse_bytes(max_bytes) if max_bytes else None,
             "replay": None if replay is None else as_place(replay),
             "features": features or ("compute" if target else "serve"), "steps": steps,
-            "argv": list(sys.argv),
+            "argv": without_secrets(sys.argv),
         }  # fmt: skip
 
     with Progress(quiet) as progress:
         path = find_recorder(name)(**common, progress=progress)
     typer.echo(f"Wrote {path}")
+    _say_early(path)
     typer.echo(_next_command(mode, path, replay, target))
 
 
@@ -171,11 +182,21 @@ def _record_command(command: list[str], *, out: str, **options: Any) -> NoReturn
     recorded = record_command(command, out=as_place(out), **options)
     if recorded.trace:
         typer.echo(f"Wrote {recorded.trace}", err=True)
+    if recorded.trace and not recorded.problem:
+        _say_early(recorded.trace)
     if recorded.problem:
         typer.echo(f"eagle-trace: {recorded.problem}", err=True)
     elif recorded.trace:
         typer.echo(f"Next: eagle-trace show {recorded.trace}", err=True)
     raise typer.Exit(recorded.status)
+
+
+def _say_early(path: Place) -> None:
+    """A recording that ended before it was done says so right away."""
+    from eagle_trace.reader import open_trace
+
+    if early := open_trace(path).manifest.ended_early:
+        typer.echo(f"eagle-trace: {early}", err=True)
 
 
 def _next_command(mode: Mode, path: Place, replay: str | None, target: Path | None) -> str:

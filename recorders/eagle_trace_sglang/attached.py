@@ -6,26 +6,43 @@ process with an `Engine`, `control()` start and end recordings.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import threading
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from eagle_trace.errors import EagleTraceError, UsageError
+from eagle_trace.patience import MAX_WAIT, parse_wait
 from eagle_trace.selection import Selection, parse_bytes
 from eagle_trace_sglang.admission import DEFAULT_REQUESTS, Admission
 from eagle_trace_sglang.control import Control, next_place
 from eagle_trace_sglang.orders import Order
-from eagle_trace_sglang.plugin import OUT, PREFIX
+from eagle_trace_sglang.plugin import OUT, PREFIX, RECORD_OTHERS
 
 #: what the variables may say beside OUT
-ASKED = ("REQUESTS", "MATCH", "SAMPLE", "LEVEL", "MAX_BYTES", "SECONDS", "SITES", "ROOTS", "STEPS", "KEEP_CUDA_GRAPHS")
-VARIABLES = (OUT, *(PREFIX + name for name in ASKED))
-#: how long a server that is shut down may take to seal
-CLOSE_SECONDS = 15.0
-
+ASKED = (
+    "REQUESTS",
+    "MATCH",
+    "SAMPLE",
+    "LEVEL",
+    "MAX_BYTES",
+    "SECONDS",
+    "SITES",
+    "ROOTS",
+    "STEPS",
+    "KEEP_CUDA_GRAPHS",
+    "MAX_WAIT",
+)
+VARIABLES = (OUT, RECORD_OTHERS, *(PREFIX + name for name in ASKED))
+#: bytes of one recording that is started over HTTP, unless `EAGLE_TRACE_MAX_BYTES` says
+CEILING = 4 * 10**9
 HTTP_SERVER = "sglang.srt.entrypoints.http_server"
+
+#: how long the first request of an Engine waits for the recorder
+READY_SECONDS = 5.0
 
 logger = logging.getLogger(__name__)
 _control: Control | None = None
@@ -47,15 +64,17 @@ def arm() -> None:
         # it can still be told over HTTP what to record
         logger.error("eagle-trace records nothing by itself: %s", error)  # noqa: TRY400 (a sentence, not a bug)
         order = None
-    _control = Control()
+    _control = Control(_max_wait(os.environ))
     os.environ.update(_control.environment)
 
-    def serving(*_args: Any, **_kwargs: Any) -> None:
+    def serving(server_args: Any, *_args: Any, **_kwargs: Any) -> None:
         from sglang.srt.entrypoints.http_server import app
 
+        from eagle_trace_sglang.access import keys_of
         from eagle_trace_sglang.routes import add_routes
 
-        add_routes(app, _require(), os.environ[OUT])
+        keys = keys_of(server_args, record_others=opted_in(os.environ))
+        add_routes(app, _require(), os.environ[OUT], keys, ceiling_of(os.environ))
 
     waiting = [] if order is None else [order]
 
@@ -64,7 +83,7 @@ def arm() -> None:
             start(waiting.pop())
 
     def ending(*_args: Any, **_kwargs: Any) -> None:
-        _require().close(CLOSE_SECONDS)
+        _require().close()
 
     HookRegistry.register(f"{HTTP_SERVER}._setup_and_run_http_server", serving, HookType.BEFORE)
     # the server's own warm-up requests are over: whatever comes now is somebody's
@@ -82,11 +101,20 @@ def _require() -> Control:
 
 
 def start(order: Order) -> None:
-    """Begin to record; what stands in the way is logged, since the server must serve all the same."""
-    try:
-        _require().start(replace(order, out=next_place(order.out)))
-    except EagleTraceError as error:
-        logger.error("eagle-trace records nothing: %s", error)  # noqa: TRY400 (a sentence, not a bug)
+    """Begin to record; what stands in the way is logged, since the server must serve all the same.
+
+    Whoever calls this has requests of its own to answer: it waits `READY_SECONDS` for the recorder to be in place.
+    """
+
+    def begin() -> None:
+        try:
+            _require().start(replace(order, out=next_place(order.out)))
+        except EagleTraceError as error:
+            logger.error("eagle-trace records nothing: %s", error)  # noqa: TRY400 (a sentence, not a bug)
+
+    thread = threading.Thread(target=begin, name="eagle-trace-start", daemon=True)
+    thread.start()
+    thread.join(READY_SECONDS)
 
 
 def order_of(environment: Mapping[str, str]) -> Order | None:
@@ -107,10 +135,36 @@ def order_of(environment: Mapping[str, str]) -> Order | None:
         level=given.get("LEVEL", "values"),
         max_bytes=parse_bytes(budget) if budget else None,
         selection=Selection.parse(sites=given.get("SITES"), roots=given.get("ROOTS"), steps=given.get("STEPS")),
-        keep_cuda_graphs=given.get("KEEP_CUDA_GRAPHS", "") not in ("", "0"),
+        keep_cuda_graphs=_is_on(given.get("KEEP_CUDA_GRAPHS", "")),
         seconds=_number(given, "SECONDS", float, 0.0) or None,
+        max_wait=parse_wait(given["MAX_WAIT"], f"{PREFIX}MAX_WAIT") if "MAX_WAIT" in given else None,
+        keep_empty=False,
     )
     return order if requests else None
+
+
+def _max_wait(environment: Mapping[str, str]) -> float:
+    """How long the server may wait for the disk in each recording; a value that makes no sense was said already."""
+    with contextlib.suppress(UsageError):
+        return parse_wait(environment.get(f"{PREFIX}MAX_WAIT", ""), f"{PREFIX}MAX_WAIT")
+    return MAX_WAIT
+
+
+def ceiling_of(environment: Mapping[str, str]) -> int:
+    """Bytes that are kept of one recording that is started over HTTP."""
+    try:
+        return parse_bytes(environment.get(PREFIX + "MAX_BYTES") or str(CEILING))
+    except UsageError:  # said when the server was armed
+        return CEILING
+
+
+def opted_in(environment: Mapping[str, str]) -> bool:
+    """Whether everybody may record everybody, where there is no key: only if it was said in so many words."""
+    return environment.get(RECORD_OTHERS, "").strip().lower() in ("1", "true", "yes", "on")
+
+
+def _is_on(value: str) -> bool:
+    return value not in ("", "0")
 
 
 def _number(given: Mapping[str, str], name: str, kind: Any, default: Any) -> Any:

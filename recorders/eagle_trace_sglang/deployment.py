@@ -40,7 +40,7 @@ def _number(extra: Sequence[str], names: Sequence[str]) -> int:
         name, _, value = word.partition("=")
         if not value:
             value = "".join(words[at + 1 : at + 2])
-        if name in names and value.isdecimal():
+        if name in names and value.isascii() and value.isdecimal() and len(value) < 10:
             found = int(value)
     return found
 
@@ -59,7 +59,7 @@ def check_deployment(target: Path, draft: Path) -> tuple[dict[str, Any], dict[st
             f"the draft {draft} is in speculators format, which SGLang does not read: "
             f"convert it with `eagle-trace export {draft} OUT --target {target}` and give OUT"
         )
-    if not any("Eagle3" in str(name) for name in draft_config.get("architectures", [])):
+    if not any("Eagle3" in str(name) for name in draft_config.get("architectures") or []):
         raise CheckpointError(
             f"the draft {draft} is no EAGLE-3 draft for SGLang: its config says {draft_config.get('architectures')}, "
             'not ["LlamaForCausalLMEagle3"]'

@@ -100,7 +100,8 @@ class RowTracker:
 
     def first_root(self, rid: str) -> int:
         """First position of a request that was computed; those before it came from a prefix cache. 0 before any was."""
-        return min(self._any(rid).tokens, default=0)
+        # a copy: the scheduler's thread may still add to it
+        return min(list(self._any(rid).tokens), default=0)
 
     def committed(self, rid: str, prompt: Sequence[int]) -> list[int]:
         """`prompt` and every token the server committed behind it, also those past the end of its answer."""

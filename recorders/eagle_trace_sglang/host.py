@@ -43,6 +43,8 @@ class Host:
         # what the user set for servers of their own does not hold for this one, which waits to be told
         environment = {name: value for name, value in os.environ.items() if name not in VARIABLES}
         environment |= self._session.environment | {OUT: str(self._session.folder), f"{PREFIX}REQUESTS": "0"}
+        # nobody else waits for this server, and whoever asked for the recording wants all of it
+        environment[f"{PREFIX}MAX_WAIT"] = "inf"
         if device == "cpu":
             environment = cpu_environment(environment, ranks=ranks)
         self._log = self._session.folder / "sglang.log"

@@ -21,6 +21,8 @@ LEGACY_NAMES = {
     "aux_norm_mid.": "fc_norm.1.",
     "aux_norm_high.": "fc_norm.2.",
 }
+#: what torch also saves beside a model, and SGLang leaves
+NOT_WEIGHTS = ("training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scaler.pt")
 
 
 def canonical_name(name: str) -> str:
@@ -44,14 +46,27 @@ def used_name(name: str) -> str | None:
 
 
 def checkpoint_names(draft: Path) -> dict[str, str]:
-    """Tensor names stored in a checkpoint folder, by canonical name."""
+    """Tensor names stored in a checkpoint folder, by canonical name; in the files of the kind SGLang reads."""
+    for pattern, read in (("*.safetensors", _safetensors_names), ("*.bin", _torch_names), ("*.pt", _torch_names)):
+        files = sorted(draft.glob(pattern))
+        if files:
+            found = [name for file in files if not file.name.endswith(NOT_WEIGHTS) for name in read(file)]
+            return {canonical_name(name): name for name in found}
+    return {}
+
+
+def _safetensors_names(file: Path) -> list[str]:
     from safetensors import safe_open
 
-    names: dict[str, str] = {}
-    for file in sorted(draft.glob("*.safetensors")):
-        with safe_open(file, framework="numpy") as tensors:
-            names |= {canonical_name(name): name for name in tensors.keys()}  # noqa: SIM118 (no mapping)
-    return names
+    with safe_open(file, framework="numpy") as tensors:
+        return list(tensors.keys())
+
+
+def _torch_names(file: Path) -> list[str]:
+    import torch
+
+    # the server has read these files so already; on the meta device no number is read again
+    return [str(name) for name in torch.load(file, map_location="meta", weights_only=True)]
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,8 @@ from typing import Any
 PREFIX = "EAGLE_TRACE_"
 #: where traces go: set by the user, or by `record` for the SGLang it starts
 OUT = "EAGLE_TRACE_OUT"
+#: without a key, let everybody who reaches the server record, fetch and remove everything
+RECORD_OTHERS = "EAGLE_TRACE_RECORD_OTHERS"
 #: where a scheduler process finds the main process
 SESSION = "EAGLE_TRACE_SESSION"
 

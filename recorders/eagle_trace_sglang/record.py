@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ from eagle_trace.errors import HostError, RecordingError, UsageError
 from eagle_trace.prompts import read_prompts
 from eagle_trace.reader import open_trace
 from eagle_trace.selection import EVERYTHING, Selection, parse_bytes, select_prompts
-from eagle_trace.store import Place, is_url
+from eagle_trace.store import Place, is_url, reason
 from eagle_trace.writer import check_output, prepare_output, remove_empty
 from eagle_trace_sglang.admission import DEFAULT_REQUESTS, Admission
 from eagle_trace_sglang.orders import Order
@@ -107,6 +109,7 @@ def attach(
     out: Place,
     prompts: Path | None = None,
     api_key: str | None = None,
+    admin_api_key: str | None = None,
     timeout: float = 600.0,
     requests: int = DEFAULT_REQUESTS,
     match: str = "",
@@ -122,13 +125,15 @@ def attach(
 ) -> Place:
     """Record in an SGLang server that runs already, and return where the trace is.
 
-    That is `out`, to which the trace is fetched, or the server's own place if that is no folder of its machine.
+    That is `out`, to which the trace is fetched, or the place where the server keeps it if that is not a folder of its
+    machine. Such a place is what the server says; nobody opened it.
 
     Args:
         url: the server, started with ``EAGLE_TRACE_OUT`` in its environment.
         out: folder of the trace.
         prompts: prompts file; None to record what others ask.
         api_key: the server's, or None.
+        admin_api_key: the server's, or None; where it has one, this is what recording takes.
         timeout: seconds that an answer may take.
         requests, match, sample: without prompts, which requests of others to record (`Admission`).
         seconds: seal after so long, whatever is still going on.
@@ -136,7 +141,7 @@ def attach(
         selection: which sites and rows to keep.
         force: replace a trace at `out`.
         progress: told what is going on.
-        options: the other fields of `routes.StartBody`.
+        options: the other fields of `bodies.StartBody`.
 
     Raises:
         PromptsError, UsageError: the input does not make sense.
@@ -149,7 +154,8 @@ def attach(
     request = None
     if prompts is not None:
         request = _request(prompts, selection, max_new_tokens, batch_size, temperature)
-        request = replace(request, name=f"eagle-trace-{secrets.token_hex(4)}")
+        # nobody can guess them: without a key, a server records these and no others (`bodies.OWN_ID`)
+        request = replace(request, name=f"eagle-trace-{secrets.token_hex(16)}")
         _check_order(request.admission, seconds, options)
     elif selection.prompts:
         raise UsageError("--only-prompts chooses lines of a prompts file: give --prompts, or --requests for others'")
@@ -160,15 +166,43 @@ def attach(
         raise UsageError(f"--timeout must be a positive number of seconds, not {timeout:g}")
     if is_url(out):
         raise UsageError(f"--attach fetches into a local folder; for traces there, start the server with {OUT}={out}")
+    remote = Remote(url, api_key, timeout, admin_api_key)
     check_output(out, force=force)
-    with _no_empty_folder(out):
-        remote = Remote(url, api_key, timeout)
-        remote.status()
-        prepare_output(out, force=force)
+    remote.status()
+    place = Path(out).resolve()
+    with _hidden_beside(place) as folder:
         body = options | selection.to_text() | {"seconds": seconds}
-        place = record_attached(remote, Path(out), request=request, options=body, progress=progress)
-    _require_rows(place)
-    return place
+        remote, recorded = record_attached(remote, folder, request=request, options=body, progress=progress)
+        if recorded.url is None:
+            ended = recorded.ended
+            _require(
+                ended.prompts, ended.rows, ended.stopped, f"the recording at {remote.url}", bool(selection.to_text())
+            )
+            # only now: an old trace is not given up for one that did not come
+            prepare_output(out, force=force)
+            folder.rename(place)
+    if recorded.url is not None:
+        return recorded.url
+    try:
+        remote.remove(recorded.name)
+    except (HostError, RecordingError) as error:
+        progress(f"the server keeps its copy: {error}")
+    return out
+
+
+@contextlib.contextmanager
+def _hidden_beside(out: Path) -> Iterator[Path]:
+    """An empty folder on the disk of `out`, which goes unless it was renamed."""
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        hidden = Path(tempfile.mkdtemp(prefix=f".{out.name[:100]}.", dir=out.parent))
+        try:
+            (hidden / "trace").mkdir()
+            yield hidden / "trace"
+        finally:
+            shutil.rmtree(hidden, ignore_errors=True)
+    except OSError as error:
+        raise RecordingError(f"cannot write beside {out}: {reason(error)}") from error
 
 
 def _check_order(admission: Admission, seconds: float | None, options: Mapping[str, Any]) -> None:
@@ -197,12 +231,18 @@ def _no_empty_folder(out: Place) -> Any:
 
 def _require_rows(place: Place) -> None:
     trace = open_trace(place)
-    if not len(trace.prompts):
-        why = f" ({trace.manifest.stopped})" if trace.manifest.stopped else ""
+    stopped, selected = trace.manifest.stopped or "", "selection" in trace.manifest.settings
+    _require(len(trace.prompts), len(trace.rows), stopped, str(place), selected)
+
+
+def _require(prompts: int, rows: int, stopped: str, place: str, selected: bool) -> None:
+    """Refuse a recording that holds nothing, and say why it may."""
+    if not prompts:
+        why = f" ({stopped})" if stopped else ""
         raise HostError(
             f"no request came that was asked for{why}: {place} is empty; do --match and --sample leave any?"
         )
-    if not len(trace.rows) and "selection" in trace.manifest.settings:
+    if not rows and selected:
         raise RecordingError(f"{place} holds no rows: --roots and --only-steps left none of what was computed")
-    if not len(trace.rows):
+    if not rows:
         raise HostError(f"SGLang answered, but its draft was never run: {place} holds no rows; is speculation on?")

@@ -1,7 +1,7 @@
 """The recorder inside SGLang's scheduler process: hangs its hooks when it is ordered to, and takes them off again.
 
-The scheduler's thread runs the hooks; a second thread takes orders from SGLang's main process, and sealing has a thread
-of its own, so that the scheduler never waits for a disk.
+The scheduler's thread runs the hooks; a second thread takes orders from SGLang's main process. Beginning, sealing and
+sending have threads of their own, so that neither of the two ever waits for a disk or for another process.
 
 Under tensor parallelism each rank has one of these. All are given the same orders and see the same calls, so their rows
 are the same without a word between them.
@@ -11,11 +11,11 @@ Whatever goes wrong here ends the recording, is reported, and never reaches SGLa
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from importlib.metadata import version
 from multiprocessing.connection import Connection
 from multiprocessing.util import Finalize
@@ -35,7 +35,7 @@ from eagle_trace_sglang.plugin import SESSION
 from eagle_trace_sglang.ranks import draft_place, replicas
 from eagle_trace_sglang.recording import Recording
 from eagle_trace_sglang.releases import check_release
-from eagle_trace_sglang.session import connect
+from eagle_trace_sglang.session import Outbox, connect, packed
 from eagle_trace_sglang.sites import hook_draft, partial_sums, tell_missing
 
 EAGER = (
@@ -47,7 +47,18 @@ KEPT_GRAPHS = (
 )
 #: how long a rank that is behind may take to record what rank 0 has recorded
 CATCH_UP_SECONDS = 30.0
+#: how long a process that ends may take to seal
+LEAVE_SECONDS = 5.0
 PACKAGES = ("sglang", "torch", "transformers", "numpy", "eagle-trace")
+
+
+@dataclass
+class _Active:
+    """The recording that is going on, under the number that the main process gave it, and its hooks."""
+
+    number: int
+    recording: Recording
+    hooks: Hooks
 
 
 class ServeRecorder:
@@ -59,10 +70,15 @@ class ServeRecorder:
         self._target_width = int(worker.target_worker.model_config.hidden_size)
         self._rank, self._ranks = draft_place(self._model)
         self._connection = connection
-        self._sending = threading.Lock()
-        self._hooks = Hooks()
-        self._recording: Recording | None = None
-        self._ending: threading.Thread | None = None
+        self._outbox = Outbox(connection)
+        # held for moments: by whoever takes the recording that is going on, or puts it there
+        self._turn = threading.Lock()
+        self._active: _Active | None = None
+        #: the recording ordered last, and how it was told to end before it had begun
+        self._number = 0
+        self._early: tuple[dict[str, Any], str | None] | None = None
+        self._ending: list[threading.Thread] = []
+        self._reading = threading.Lock()
         self._loaded: list[dict[str, Any]] | None = None
 
     @classmethod
@@ -130,48 +146,77 @@ class ServeRecorder:
 
     def between_batches(self) -> None:
         """No forward is running: take the hooks off if nothing is left to record."""
-        recording = self._recording
-        if recording is not None and recording.done:
-            self._hooks.remove()
-            if recording.order.alone:
-                self._end(recording, {}, None)
+        active = self._active
+        if active is not None and active.recording.done:
+            active.hooks.remove()
+            if active.recording.order.alone:
+                self._end(active, {}, None)
 
     # ---- orders -----------------------------------------------------------------------------------------------
 
     def _obey(self) -> None:
-        orders: dict[str, Callable[..., None]] = {"begin": self._begin, "finish": self._finish, "counts": self._counts}
+        """Take orders until SGLang's main process is gone; none of them is carried out in this thread."""
         while True:
             try:
-                name, *arguments = self._connection.recv()
+                name, number, *arguments = self._connection.recv()
             except (EOFError, OSError):
-                # SGLang's main process is gone: keep what there is while this process still lives
+                # keep what there is while this process still lives
                 self._leave()
                 return
-            try:
-                orders[name](*arguments)
-            except Exception as error:  # noqa: BLE001 (reported, never raised into the host)
-                self._fail(error)
+            except Exception as error:  # noqa: BLE001 (an order that cannot be read is no reason to be deaf)
+                self._say("failed", None, *_words(error))
+                continue
+            if name == "counts":
+                active = self._active
+                self._say("counts", number, active.recording.counts if active is not None else {})
+            elif name == "begin":
+                with self._turn:
+                    self._number, self._early = number, None
+                self._start(self._begin, number, *arguments)
+            elif number == self._number:
+                self._start(self._finish, number, *arguments)
 
-    def _begin(self, order: Order, manifest: Manifest) -> None:
-        if self._ending is not None:
-            self._ending.join()
+    def _start(self, order: Callable[..., None], number: int, *arguments: Any) -> None:
+        def obey() -> None:
+            try:
+                order(number, *arguments)
+            except Exception as error:  # noqa: BLE001 (reported, never raised into the host)
+                self._say("failed", number, *_words(error))
+
+        threading.Thread(target=obey, name=f"eagle-trace{order.__name__}", daemon=True).start()
+
+    def _begin(self, number: int, order: Order, manifest: Manifest) -> None:
         manifest.rank = manifest.tp_rank = self._rank
         manifest.ranks = self._ranks
-        writer = TraceWriter(as_place(order.out), manifest, max_bytes=order.max_bytes)
-        for row in self._params():
-            writer.put_record("params", row)
-        recording = Recording(order, writer, self._model, self._target_width, self._worker.hot_token_id)
-        if has_graphs(self._worker):
-            manifest.changes.append(KEPT_GRAPHS if order.keep_cuda_graphs else EAGER)
-        if order.keep_cuda_graphs:
-            hook_graph_boundaries(self._hooks, self._worker, self._guarded)
+        writer = TraceWriter(as_place(order.out), manifest, max_bytes=order.max_bytes, max_wait=order.max_wait)
+        hooks = Hooks()
+        try:
+            for row in self._params():
+                writer.put_record("params", row)
+            recording = Recording(order, writer, self._model, self._target_width, self._worker.hot_token_id)
+            if has_graphs(self._worker):
+                manifest.changes.append(KEPT_GRAPHS if order.keep_cuda_graphs else EAGER)
+            if order.keep_cuda_graphs:
+                hook_graph_boundaries(hooks, self._worker, self._guarded)
+            else:
+                run_eagerly(hooks, self._worker)
+            self._hang(recording, hooks)
+        except Exception as error:
+            hooks.remove()
+            writer.abort(error)
+            raise
+        active = _Active(number, recording, hooks)
+        with self._turn:
+            called_off = self._early if number == self._number else ({}, "it was given up")
+            if called_off is None:
+                self._active = active
+        if called_off is None:
+            self._say("recording", number)
         else:
-            run_eagerly(self._hooks, self._worker)
-        self._hang(recording)
-        self._recording = recording
-        self._say("recording")
+            hooks.remove()
+            self._seal(active, *called_off)
 
-    def _hang(self, recording: Recording) -> None:
+    def _hang(self, recording: Recording, hooks: Hooks) -> None:
         def opened(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             batch = kwargs["forward_batch"] if "forward_batch" in kwargs else args[2]
             self._guarded(lambda recording: recording.open_call(batch))
@@ -179,35 +224,37 @@ class ServeRecorder:
         def captured(site: str, tensor: Any) -> None:
             self._guarded(lambda recording: recording.capture(site, tensor))
 
-        self._hooks.before(self._model.model, opened)
-        tell_missing(recording.writer.manifest, hook_draft(self._hooks, self._model, captured))
-        self._hooks.after(
-            self._model.logits_processor, lambda *_: self._guarded(lambda recording: recording.close_call())
-        )
-        self._watch_branches()
+        hooks.before(self._model.model, opened)
+        tell_missing(recording.writer.manifest, hook_draft(hooks, self._model, captured))
+        hooks.after(self._model.logits_processor, lambda *_: self._guarded(lambda recording: recording.close_call()))
+        self._watch_branches(hooks)
 
     def _params(self) -> list[dict[str, Any]]:
-        if self._loaded is None:  # read once: a server's weights stay what they are
-            stored = checkpoint_names(Path(self._worker.draft_runner.model_config.model_path))
-            self._loaded = list(loaded_params(self._model, self._worker.hot_token_id, stored.keys()))
-        return self._loaded
+        with self._reading:
+            if self._loaded is None:  # read once: a server's weights stay what they are
+                stored = checkpoint_names(Path(self._worker.draft_runner.model_config.model_path))
+                self._loaded = list(loaded_params(self._model, self._worker.hot_token_id, stored.keys()))
+            return self._loaded
 
-    def _watch_branches(self) -> None:
+    def _watch_branches(self, hooks: Hooks) -> None:
         from sglang.srt.speculative import eagle_worker_v2
 
         def chosen(result: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
             self._guarded(lambda recording: recording.chosen(result[3], int(args[0]), int(args[5])))
 
-        self._hooks.wrap(eagle_worker_v2, "select_top_k_tokens", chosen)
+        hooks.wrap(eagle_worker_v2, "select_top_k_tokens", chosen)
 
-    def _finish(self, settings: dict[str, Any], stopped: str | None) -> None:
-        recording = self._recording
-        if recording is not None and stopped is None:
-            self._catch_up(recording)
-        self._hooks.remove()
-        recording = self._recording
-        if recording is not None:  # else it ended by itself or failed, and said so
-            self._end(recording, settings, None if recording.done else stopped)
+    def _finish(self, number: int, settings: dict[str, Any], stopped: str | None) -> None:
+        with self._turn:
+            active = self._active
+            if active is None or active.number != number:
+                # it has not begun yet, or ended by itself and said so
+                self._early = (settings, stopped)
+                return
+        if stopped is None:
+            self._catch_up(active.recording)
+        active.hooks.remove()
+        self._end(active, settings, None if active.recording.done else stopped)
 
     def _catch_up(self, recording: Recording) -> None:
         """Wait until this rank has come as far as rank 0, whose answers come before other ranks are done."""
@@ -216,53 +263,63 @@ class ServeRecorder:
             time.sleep(0.01)
 
     def _leave(self) -> None:
-        self._hooks.remove()
-        if self._recording is not None:
-            self._end(self._recording, {}, "the server ended")
-        if self._ending is not None:
-            self._ending.join()
-
-    def _counts(self) -> None:
-        recording = self._recording
-        self._say("counts", recording.counts if recording is not None else {})
+        """This process ends, or SGLang's main process did: seal in a few seconds what there is."""
+        deadline = time.monotonic() + LEAVE_SECONDS
+        active = self._active
+        if active is not None:
+            active.hooks.remove()
+            self._end(active, {}, "the server ended")
+        for thread in list(self._ending):
+            thread.join(max(0.0, deadline - time.monotonic()))
+        self._outbox.flush(deadline - time.monotonic())
 
     # ---- the end of a recording -------------------------------------------------------------------------------
 
-    def _end(self, recording: Recording, settings: dict[str, Any], stopped: str | None) -> None:
+    def _claim(self, active: _Active) -> bool:
+        """Take the recording that is going on, unless somebody else was faster."""
+        with self._turn:
+            mine = self._active is active
+            if mine:
+                self._active = None
+        return mine
+
+    def _end(self, active: _Active, settings: dict[str, Any], stopped: str | None) -> None:
         """Seal in a thread of its own: the scheduler must not wait for the disk."""
-        self._recording = None
+        if self._claim(active):
+            seal = threading.Thread(
+                target=self._seal, args=(active, settings, stopped), name="eagle-trace-seal", daemon=True
+            )
+            self._ending = [thread for thread in self._ending if thread.is_alive()] + [seal]
+            seal.start()
 
-        def seal() -> None:
-            try:
-                recording.seal(settings, stopped)
-            except Exception as error:  # noqa: BLE001 (reported, never raised into the host)
-                self._say("failed", *_words(error))
-            else:
-                self._say("sealed", recording.counts)
+    def _seal(self, active: _Active, settings: dict[str, Any], stopped: str | None) -> None:
+        try:
+            active.recording.seal(settings, stopped)
+        except Exception as error:  # noqa: BLE001 (reported, never raised into the host)
+            self._say("failed", active.number, *_words(error))
+        else:
+            self._say("sealed", active.number, active.recording.outcome)
 
-        self._ending = threading.Thread(target=seal, name="eagle-trace-seal")
-        self._ending.start()
-
-    def _fail(self, error: BaseException) -> None:
-        recording, self._recording = self._recording, None
-        self._hooks.remove()
-        if recording is not None:
-            threading.Thread(target=recording.abort, args=(error,), name="eagle-trace-abort", daemon=True).start()
-        self._say("failed", *_words(error))
+    def _fail(self, active: _Active, error: BaseException) -> None:
+        if self._claim(active):
+            active.hooks.remove()
+            threading.Thread(
+                target=active.recording.abort, args=(error,), name="eagle-trace-abort", daemon=True
+            ).start()
+            self._say("failed", active.number, *_words(error))
 
     def _guarded(self, event: Callable[[Recording], None]) -> None:
         """Tell the recording, if there is one, such that an error ends it and not the host's forward."""
-        recording = self._recording
-        if recording is None:
+        active = self._active
+        if active is None:
             return
         try:
-            event(recording)
+            event(active.recording)
         except Exception as error:  # noqa: BLE001 (reported, never raised into the host)
-            self._fail(error)
+            self._fail(active, error)
 
     def _say(self, *message: Any) -> None:
-        with self._sending, contextlib.suppress(OSError):  # nobody left to hear it
-            self._connection.send(message)
+        self._outbox.put(packed(message))
 
 
 def _words(error: BaseException) -> tuple[str, str]:

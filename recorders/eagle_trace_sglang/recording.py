@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -60,6 +60,7 @@ class Recording:
         self.order = order
         self.writer = writer
         self.calls = 0
+        self.rows = 0
         self._shard_of = cache(lambda site: shard_of(site, model))
         self._target_width = target_width
         self._hot_token_id = hot_token_id
@@ -78,8 +79,9 @@ class Recording:
         if self._admitted.take(request.rid, request.origin_input_ids):
             self._tracker.admit(request.rid, self._admitted.ids[request.rid])
             self._requests[request.rid] = request
-            # written again when it has ended: a server that is killed in between leaves its rows with their prompt
-            self.writer.put_record("prompts", self._prompt(request.rid, request))
+            # written again when it has ended: a server that is killed in between leaves its rows with their prompt.
+            # Digest and text of a long prompt take time, so the writer's thread makes them
+            self.writer.put_record("prompts", partial(self._new_prompt, request.rid, request))
 
     def ended(self, request: Any) -> None:
         """A request was answered or aborted."""
@@ -94,20 +96,39 @@ class Recording:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Requests taken and ended, and forwards recorded so far."""
-        return {"requests": len(self._admitted.ids), "ended": len(self._admitted.ended), "calls": self.calls}
+        """Requests taken and ended, forwards and draft rows recorded so far."""
+        admitted = self._admitted
+        counts = {"requests": len(admitted.ids), "ended": len(admitted.ended)}
+        return counts | {"calls": self.calls, "rows": self.rows}
+
+    @property
+    def outcome(self) -> dict[str, Any]:
+        """The counts of a sealed recording, what this rank wrote of it, and why it ended early."""
+        manifest = self.writer.manifest
+        written = sum(facts["bytes"] for facts in manifest.files.values()) + len(manifest.to_bytes())
+        return self.counts | {"bytes": written, "files": len(manifest.files) + 1, "stopped": manifest.stopped}
+
+    def _new_prompt(self, rid: str, request: Any) -> dict[str, Any]:
+        """What is known of a request before it is computed; nothing here changes while it is."""
+        prompt = list(request.origin_input_ids)
+        return {
+            "prompt_id": self._admitted.ids[rid],
+            "prompt_key": self._admitted.key(rid),
+            "request_id": rid,
+            "token_ids": prompt,
+            "num_prompt_tokens": len(prompt),
+            "text": _text(request.tokenizer, prompt, []),
+            "output_ids": [],
+            "cached_tokens": 0,
+            "finish_reason": None,
+        }
 
     def _prompt(self, rid: str, request: Any) -> dict[str, Any]:
-        number = self._admitted.ids[rid]
         prompt = list(request.origin_input_ids)
         answer = list(request.output_ids_through_stop)
         reason = request.finished_reason.to_json()["type"] if request.finished_reason is not None else None
-        return {
-            "prompt_id": number,
-            "prompt_key": self._admitted.keys[number],
-            "request_id": rid,
+        return self._new_prompt(rid, request) | {
             "token_ids": self._tracker.committed(rid, prompt),
-            "num_prompt_tokens": len(prompt),
             "text": _text(request.tokenizer, prompt, answer),
             "output_ids": answer,
             "cached_tokens": self._tracker.first_root(rid),
@@ -190,6 +211,7 @@ class Recording:
             raise writer.failure
         facts, rows = call.facts, call.rows
         writer.put_rows(rows)
+        self.rows += len(rows)
         fused = call.captures.get("fused")
         if isinstance(fused, np.ndarray):
             for name, columns in fused_slices(fused.shape[-1], self._target_width):
@@ -285,7 +307,8 @@ class Recording:
         for row in rows:
             self.writer.put_record("prompts", row)
         manifest.prompts_digest = prompts_digest([row["prompt_key"] for row in rows])
-        manifest.settings |= settings
+        # what is known of the server stands
+        manifest.settings = {**settings, **manifest.settings}
         self._note_what_is_missing(rows)
         self.writer.seal(manifest.stopped or stopped)
 

@@ -69,6 +69,7 @@ HOOK_POINTS = (
         ("_setup_and_run_http_server", "_wait_and_warmup"),
         "recording in a server that its user started",
     ),
+    HookPoint("utils/auth.py", ("AuthLevel.ADMIN_OPTIONAL", "auth_level"), "who may record over HTTP"),
     HookPoint("managers/utils.py", ("GenerationBatchResult.accept_lens",), "how much of it was accepted"),
     HookPoint("layers/attention/attention_registry.py", ("ATTENTION_BACKENDS",), "attention on a CPU", cpu=True),
     HookPoint("speculative/draft_utils.py", ("DraftBackendFactory._create_backend",), "drafting on a CPU", cpu=True),

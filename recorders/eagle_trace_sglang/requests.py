@@ -10,6 +10,9 @@ from eagle_trace.errors import UsageError
 from eagle_trace.prompts import Prompt
 from eagle_trace_sglang.admission import Admission
 
+#: counts that are kept of an answer: more than any SGLang has
+MOST_COUNTS, LONGEST_COUNT = 32, 64
+
 
 @dataclass(frozen=True)
 class Request:
@@ -70,8 +73,9 @@ class Answers:
 
 def speculation(meta_info: dict[str, Any]) -> dict[str, float]:
     """SGLang's counts of speculative decoding, of everything it says about an answer."""
-    return {name: value for name, value in meta_info.items() if name.startswith("spec_") and _is_number(value)}
+    counts = {name: value for name, value in meta_info.items() if name.startswith("spec_") and _is_number(value)}
+    return {name: counts[name] for name in sorted(counts)[:MOST_COUNTS] if len(name) <= LONGEST_COUNT}
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float)
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e15

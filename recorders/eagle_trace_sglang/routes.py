@@ -1,154 +1,230 @@
 """HTTP routes that an armed SGLang server has beside its own, under ``/eagle_trace``.
 
-- ``GET /eagle_trace``: what is going on (`Control.status`).
-- ``POST /eagle_trace/start``: begin to record; the body names what (`StartBody`), ``{}`` for the next requests.
+- ``GET /eagle_trace``: what is going on; renews the lease of whoever started it.
+- ``POST /eagle_trace/start``: begin to record; the body names what (`bodies.StartBody`), ``{}`` for all requests to
+  come. The answer has a ``token``, which the other routes take in the header ``X-Eagle-Trace-Token``.
 - ``POST /eagle_trace/finish``: end it and seal; ``{"settings": ..., "stopped": ...}``.
 - ``GET /eagle_trace/traces/NAME``: a finished trace as a tar stream; ``DELETE`` removes it from the server.
 
-What cannot be done is answered with status 409 and ``{"error": one sentence}``. SGLang's own API key guards these
-routes as it does all others.
+What is not done is answered with ``{"error": one sentence}`` and a status: 401 or 403 for who may not (`access`), 413
+and 422 for a body that does not make sense (`bodies`), 404 for no such trace, 409 for all else.
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
 import shutil
-import tarfile
-import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from fastapi import APIRouter, FastAPI
+import anyio
+from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, StreamingResponse
-from pydantic import BaseModel
 
-from eagle_trace.errors import EagleTraceError, TraceNotFoundError, UsageError
+from eagle_trace.contents import trace_files
+from eagle_trace.errors import EagleTraceError, RecordingError, TraceNotFoundError, UsageError
 from eagle_trace.manifest import rank_of_seal
-from eagle_trace.selection import Selection, parse_bytes
-from eagle_trace.store import is_url
-from eagle_trace_sglang.admission import Admission
+from eagle_trace.store import as_place, is_url, join, open_store, reason
+from eagle_trace_sglang.access import DeniedError, Keys, Tokens
+from eagle_trace_sglang.answers import NAME
+from eagle_trace_sglang.archive import pack
+from eagle_trace_sglang.bodies import BodyError, FinishBody, StartBody, read_body
 from eagle_trace_sglang.control import Control, next_place
-from eagle_trace_sglang.orders import Order
+from eagle_trace_sglang.plugin import RECORD_OTHERS
 
-BLOCK_BYTES = 1 << 20
-#: a client that names its requests asks for the status far more often than this
-LEASE_SECONDS = 60.0
+NO_TRACE = "this server has no such trace, or not for somebody without its token or the server's key"
+#: requests to these routes that are worked on, or wait to be
+MOST_AT_ONCE = 16
+WORKERS = 4
 
 
-class StartBody(BaseModel):
-    """What to record; names and meaning as on the command line.
+class Routes:
+    """What the routes do. Nothing here runs in SGLang's event loop for longer than it takes to look something up.
 
-    `named` takes exactly these requests: ``{request id: [prompt number, prompt key]}``.
+    Args:
+        control: starts and ends recordings.
+        folder: traces go below it.
+        keys: who may do everything.
+        ceiling: bytes of one recording.
     """
 
-    named: dict[str, tuple[int, str]] | None = None
-    requests: int | None = None
-    match: str = ""
-    sample: float = 1.0
-    level: str = "values"
-    max_bytes: str | None = None
-    sites: str | None = None
-    roots: str | None = None
-    steps: str | None = None
-    keep_cuda_graphs: bool = False
-    seconds: float | None = None
-    settings: dict[str, Any] = {}
-    argv: list[str] = []
+    def __init__(self, control: Control, folder: str, keys: Keys, ceiling: int) -> None:
+        self._control = control
+        self._folder = folder
+        self._keys = keys
+        self._ceiling = ceiling
+        self._tokens = Tokens()
+        self._at_once = 0
 
-    def order(self, folder: str) -> Order:
-        """The recording asked for, to be written below `folder`."""
-        return Order(
-            out=next_place(folder),
-            admission=Admission(self.named, self.requests, self.match, self.sample),
-            level=self.level,
-            max_bytes=parse_bytes(self.max_bytes) if self.max_bytes else None,
-            selection=Selection.parse(sites=self.sites, roots=self.roots, steps=self.steps),
-            # a client that names its requests also says when it is done
-            alone=self.named is None,
-            lease=LEASE_SECONDS if self.named is not None else None,
-            keep_cuda_graphs=self.keep_cuda_graphs,
-            seconds=self.seconds,
-            settings=self.settings,
-            argv=tuple(self.argv),
+    async def status(self, request: Request) -> JSONResponse:
+        """What is going on; to somebody without key and token, the state alone."""
+        everything = self._keys.may_do_all(request.headers)
+        mine = self._tokens.name(request.headers)
+        if mine is not None and self._is_going_on(mine):
+            self._control.renew()
+        if mine is None and not everything:
+            return JSONResponse({"state": self._control.state})
+        return JSONResponse(await self._work(lambda: self._told(mine)))
+
+    async def start(self, request: Request) -> JSONResponse:
+        """Begin to record."""
+        stranger = not self._keys.may_do_all(request.headers)
+
+        def begin(body: StartBody) -> dict[str, Any]:
+            if stranger and not body.is_own:
+                raise DeniedError(
+                    "this server has no key, so it records for you only requests that you name, under ids "
+                    "eagle-trace-<32 random hex digits>-<number>: to record others', start it with --api-key or "
+                    f"--admin-api-key, or, where everybody who reaches it may see everything, with {RECORD_OTHERS}=1",
+                    403,
+                )
+            place = next_place(self._folder)
+            order = body.order(place, self._ceiling, stranger=stranger)
+            if stranger:
+                self._tokens.make_room(self._is_there)
+            self._control.start(order)
+            token = self._tokens.issue(_name(place), stranger=stranger)
+            return self._control.status() | {"out": place, "token": token}
+
+        return JSONResponse(await self._with_body(request, StartBody, begin))
+
+    async def finish(self, request: Request) -> JSONResponse:
+        """End the recording that is going on, if it is that of whoever asks, and say how it went."""
+        everything = self._keys.may_do_all(request.headers)
+        mine = self._tokens.name(request.headers)
+        if mine is None and not everything:
+            raise DeniedError("only whoever started a recording may end it, by its token", 403)
+
+        def end(body: FinishBody) -> dict[str, Any]:
+            going_on = self._control.recording_into
+            if going_on is not None and mine in (None, _name(going_on)):
+                self._control.finish(body.settings.said(), body.stopped, only=going_on)
+            return self._told(mine)
+
+        return JSONResponse(await self._with_body(request, FinishBody, end))
+
+    async def download(self, request: Request, name: str) -> StreamingResponse:
+        """A trace as a tar stream of known length."""
+        path = await self._trace(request, name)
+        try:
+            length, blocks = await self._work(lambda: pack(path))
+        except OSError as error:
+            raise TraceNotFoundError(f"{name} cannot be read: {reason(error)}") from error
+        return StreamingResponse(
+            self._sent(blocks), media_type="application/x-tar", headers={"Content-Length": str(length)}
+        )
+
+    async def remove(self, request: Request, name: str) -> JSONResponse:
+        """Remove a trace from the server."""
+        path = await self._trace(request, name)
+        try:
+            await self._work(lambda: shutil.rmtree(path))
+        except OSError as error:
+            raise RecordingError(f"{name} cannot be removed: {reason(error)}") from error
+        return JSONResponse({"state": self._control.state})
+
+    def _is_going_on(self, name: str) -> bool:
+        place = self._control.recording_into
+        return place is not None and _name(place) == name
+
+    def _told(self, mine: str | None) -> dict[str, Any]:
+        """The status, to whoever recorded `mine`: what others record meanwhile is none of theirs."""
+        status = self._control.status()
+        if mine is None or self._is_going_on(mine):
+            return status
+        ended = [one for out, one in self._control.outcomes.items() if _name(out) == mine]
+        return {"state": "ready", "out": None, "last": ended[-1] if ended else {}, "server": status["server"]}
+
+    async def _sent(self, blocks: Iterator[bytes]) -> AsyncIterator[bytes]:
+        while (block := await self._work(lambda: next(blocks, None))) is not None:
+            yield block
+
+    async def _trace(self, request: Request, name: str) -> Path:
+        """The finished trace `name`, if whoever asks may have it; who may not is not told that it is there."""
+        if not self._keys.may_do_all(request.headers) and self._tokens.name(request.headers) != name:
+            raise TraceNotFoundError(NO_TRACE)
+        path: Path = await self._work(lambda: self._find(name))
+        return path
+
+    def _find(self, name: str) -> Path:
+        """The trace `name` right below the folder, which must be on this machine's own disks.
+
+        Whoever reaches the server may name it, so nothing but a folder that a recorder made will do.
+        """
+        if is_url(self._folder):
+            raise UsageError(f"traces of this server lie at {self._folder}: open them there")
+        path = Path(self._folder) / name
+        try:
+            made = (
+                NAME.fullmatch(name) is not None and not path.is_symlink() and any(map(rank_of_seal, trace_files(path)))
+            )
+        except OSError:
+            made = False
+        if not made:
+            raise TraceNotFoundError(NO_TRACE)
+        going_on = self._control.recording_into
+        if going_on is not None and Path(going_on) == path:
+            raise UsageError(f"{name} is being recorded: end it first with POST /eagle_trace/finish")
+        return path
+
+    def _is_there(self, name: str) -> bool:
+        try:
+            return open_store(join(as_place(self._folder), name)).is_folder()
+        except OSError:
+            return True
+
+    async def _with_body(self, request: Request, kind: Any, act: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
+        if self._at_once >= MOST_AT_ONCE:
+            raise BodyError(f"{MOST_AT_ONCE} requests are being worked on already: ask again", 429)
+        self._at_once += 1
+        try:
+            body = await read_body(request, kind)
+            return await self._work(lambda: act(body))
+        finally:
+            self._at_once -= 1
+
+    async def _work(self, act: Callable[[], Any]) -> Any:
+        """Do what may wait in a thread of our own few: SGLang's must not run out of them."""
+        return await anyio.to_thread.run_sync(act, limiter=_workers())
+
+
+@cache
+def _workers() -> anyio.CapacityLimiter:
+    return anyio.CapacityLimiter(WORKERS)
+
+
+def add_routes(app: FastAPI, control: Control, folder: str, keys: Keys, ceiling: int) -> None:
+    """Hang the routes into SGLang's `app`, before it adds the middleware that asks for keys."""
+    from sglang.srt.utils.auth import AuthLevel, auth_level
+
+    routes = Routes(control, folder, keys, ceiling)
+    # SGLang finds the level on the endpoint of a route of the app itself, and not below a router
+    for method, path, act in (
+        ("GET", "", routes.status),
+        ("POST", "/start", routes.start),
+        ("POST", "/finish", routes.finish),
+        ("GET", "/traces/{name}", routes.download),
+        ("DELETE", "/traces/{name}", routes.remove),
+    ):
+        endpoint = auth_level(AuthLevel.ADMIN_OPTIONAL)(_answering(act))
+        app.add_api_route(
+            f"/eagle_trace{path}", endpoint, methods=[method], response_model=None, include_in_schema=False
         )
 
 
-class FinishBody(BaseModel):
-    """What to add to the manifest, and why the recording ends before its requests did."""
+def _answering(act: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+    """An endpoint that answers what is refused with one sentence; `act` takes the request and the route's names."""
 
-    settings: dict[str, Any] = {}
-    stopped: str | None = "told to stop"
+    async def answer(request: Request) -> Any:
+        try:
+            return await act(request, **request.path_params)
+        except EagleTraceError as error:
+            status = 404 if isinstance(error, TraceNotFoundError) else getattr(error, "status", 409)
+            return JSONResponse({"error": str(error)}, status_code=status)
 
-
-def add_routes(app: FastAPI, control: Control, folder: str) -> None:
-    """Hang the routes into SGLang's `app`; traces go below `folder`."""
-    router = APIRouter(prefix="/eagle_trace")
-
-    @router.get("")
-    def status() -> dict[str, Any]:
-        control.renew()
-        return control.status()
-
-    @router.post("/start")
-    def start(body: StartBody) -> dict[str, Any]:
-        control.start(body.order(folder))
-        return control.status()
-
-    @router.post("/finish")
-    def finish(body: FinishBody) -> dict[str, Any]:
-        control.finish(body.settings, body.stopped)
-        return control.status()
-
-    @router.get("/traces/{name}")
-    def download(name: str) -> StreamingResponse:
-        return StreamingResponse(_tar(_trace(folder, name)), media_type="application/x-tar")
-
-    @router.delete("/traces/{name}")
-    def remove(name: str) -> dict[str, Any]:
-        path, status = _trace(folder, name), control.status()
-        if status["out"] is not None and Path(status["out"]) == path:
-            raise UsageError(f"{name} is being recorded: end it first with POST /eagle_trace/finish")
-        shutil.rmtree(path)
-        return status
-
-    app.include_router(router)
-    app.add_exception_handler(EagleTraceError, _refuse)
+    return answer
 
 
-def _refuse(_request: Any, error: Exception) -> JSONResponse:
-    return JSONResponse({"error": str(error)}, status_code=409)
-
-
-def _trace(folder: str, name: str) -> Path:
-    """The trace `name` right below `folder`, which must be on this machine's own disks.
-
-    Whoever reaches the server may name it, so nothing but a folder that a recorder made will do.
-    """
-    if is_url(folder):
-        raise UsageError(f"traces of this server lie at {folder}: open them there")
-    path = Path(folder) / name
-    made = path.is_dir() and not path.is_symlink() and any(rank_of_seal(entry.name) for entry in path.iterdir())
-    if name in ("", ".", "..") or Path(name).name != name or not made:
-        raise TraceNotFoundError(f"this server has no trace {name!r}")
-    return path
-
-
-def _tar(path: Path) -> Iterator[bytes]:
-    """The files of a folder as a tar stream; a pipe keeps what is not sent yet small."""
-    reading, writing = os.pipe()
-
-    def pack() -> None:
-        # a client that hangs up breaks the pipe; it has what it has
-        with (
-            contextlib.suppress(BrokenPipeError),
-            os.fdopen(writing, "wb") as stream,
-            tarfile.open(mode="w|", fileobj=stream) as archive,
-        ):
-            archive.add(path, arcname=".")
-
-    threading.Thread(target=pack, name="eagle-trace-tar", daemon=True).start()
-    with os.fdopen(reading, "rb") as stream:
-        while block := stream.read(BLOCK_BYTES):
-            yield block
+def _name(place: str) -> str:
+    return place.rstrip("/").rpartition("/")[2]

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle_trace.errors import PromptsError, UsageError
+from eagle_trace.manifest import without_secrets
 from eagle_trace.prompts import check_tokens
 from eagle_trace.selection import EVERYTHING, Selection
 from eagle_trace.store import Place
@@ -25,6 +26,7 @@ from eagle_trace_sglang.host import Host
 from eagle_trace_sglang.orders import Order
 from eagle_trace_sglang.releases import check_release, installed
 from eagle_trace_sglang.requests import Answers, Request
+from eagle_trace_sglang.targets import check_classes
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda")
@@ -86,9 +88,10 @@ class Server:
 
     def __init__(self, options: ServerOptions, progress: Progress = lambda _: None) -> None:
         installed()
-        target_config, _ = options.check()
+        target_config, draft_config = options.check()
         device = options.device if options.device != "auto" else ("cuda" if has_cuda() else "cpu")
         check_release(device)
+        check_classes(target_config, draft_config, options.sglang_args)
         arguments, changes = server_arguments(
             target=options.target,
             draft=options.draft,
@@ -148,7 +151,7 @@ class Server:
             selection=selection,
             alone=False,
             keep_cuda_graphs=keep_cuda_graphs,
-            settings=request.settings | {"sglang_args": list(self._options.sglang_args), "seed": 0},
+            settings=request.settings | {"sglang_args": without_secrets(self._options.sglang_args), "seed": 0},
             changes=self._changes,
             argv=tuple(argv),
         )

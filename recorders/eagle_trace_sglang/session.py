@@ -8,13 +8,69 @@ died, so nobody waits for a host that is gone.
 from __future__ import annotations
 
 import os
+import pickle
 import secrets
-import tempfile
+import threading
+from collections import deque
 from multiprocessing.connection import Client, Connection, Listener
-from pathlib import Path
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
+from eagle_trace.errors import UsageError
+from eagle_trace_sglang.folders import OwnFolder
+
 Message = tuple[Any, ...]
+
+
+def packed(message: Message) -> bytes:
+    """A message as it goes over a connection.
+
+    Raises:
+        UsageError: something in it cannot be sent, such as settings that are nested too deeply.
+    """
+    try:
+        return bytes(ForkingPickler.dumps(message))
+    except (pickle.PicklingError, RecursionError, TypeError, AttributeError, ValueError) as error:
+        raise UsageError(
+            f"what was asked for cannot be handed to SGLang's processes ({type(error).__name__}): "
+            "are its settings nested too deeply?"
+        ) from error
+
+
+class Outbox:
+    """Sends messages from a thread of its own: whoever has something to say never waits for the other end."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._messages: deque[bytes] = deque()
+        self._changed = threading.Condition()
+        self._broken = False
+        threading.Thread(target=self._run, name="eagle-trace-outbox", daemon=True).start()
+
+    def put(self, message: bytes) -> None:
+        """Send a message (see `packed`), if there is still somebody to hear it."""
+        with self._changed:
+            if not self._broken:
+                self._messages.append(message)
+                self._changed.notify_all()
+
+    def flush(self, seconds: float) -> bool:
+        """Wait until everything is sent; whether it is within so many seconds."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._broken or not self._messages, max(0.0, seconds))
+
+    def _run(self) -> None:
+        while not self._broken:
+            with self._changed:
+                self._changed.wait_for(lambda: self._messages)
+                message = self._messages[0]
+            try:
+                self._connection.send_bytes(message)
+            except (OSError, ValueError):
+                self._broken = True  # nobody left to hear it
+            with self._changed:
+                self._messages.popleft()
+                self._changed.notify_all()
 
 
 class Session:
@@ -26,8 +82,8 @@ class Session:
 
     def __init__(self, variable: str) -> None:
         self._variable = variable
-        self._folder = tempfile.TemporaryDirectory(prefix="eagle-trace-")
-        self.folder = Path(self._folder.name)
+        self._folder = OwnFolder()
+        self.folder = self._folder.path
         self._key = secrets.token_bytes(16)
         self._listener = Listener(str(self.folder / "socket"), family="AF_UNIX", authkey=self._key)
         # accept() is only called when the socket is readable, so that a host that never connects can be noticed

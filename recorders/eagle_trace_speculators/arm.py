@@ -11,6 +11,7 @@ nothing happens at all. Whatever is wrong here is logged, never raised: the comm
 | EAGLE_TRACE_TRAIN_LEVEL | shapes, stats, sketch or values (the default) |
 | EAGLE_TRACE_TRAIN_MAX_BYTES | stop after so many bytes of captures |
 | EAGLE_TRACE_TRAIN_FIRST_TOKEN | first token of documents that the training data does not hold |
+| EAGLE_TRACE_TRAIN_MAX_WAIT | how long the training may wait for the disk, in all, in seconds (0.2) |
 | EAGLE_TRACE_TRAIN_{SITES,ROOTS,STEPS,PROMPTS} | what to keep, as `Selection.parse` reads it |
 """
 
@@ -108,6 +109,7 @@ def _begin(model: Any) -> None:
     except Exception as error:  # noqa: BLE001 (somebody's training: said, never raised)
         logger.warning("eagle-trace does not record this training: %s", error)
         return
+    # before `live` waits for its seals: what is registered last runs first
     atexit.register(lambda: run.finish(f"the process ended after {run.batches} batches"))
 
 
@@ -118,6 +120,7 @@ def _options(environment: Mapping[str, str]) -> dict[str, Any]:
         UsageError: a value is not of its kind.
     """
     from eagle_trace.errors import UsageError
+    from eagle_trace.patience import parse_wait
     from eagle_trace.selection import Selection
 
     given = {name.lower(): value for name in VALUES if (value := environment.get(f"{PREFIX}{name}"))}
@@ -128,11 +131,13 @@ def _options(environment: Mapping[str, str]) -> dict[str, Any]:
                 options[name] = int(given[name])
             except ValueError as error:
                 raise UsageError(f"{PREFIX}{name.upper()} must be a number, not {given[name]!r}") from error
+    if "max_wait" in given:
+        options["max_wait"] = parse_wait(given["max_wait"], f"{PREFIX}MAX_WAIT")
     kept = {name: given.get(name) for name in ("sites", "roots", "steps", "prompts")}
     return options | {"selection": Selection.parse(**kept)}
 
 
-VALUES = ("OUT", "BATCHES", "LEVEL", "MAX_BYTES", "FIRST_TOKEN", "SITES", "ROOTS", "STEPS", "PROMPTS")
+VALUES = ("OUT", "BATCHES", "LEVEL", "MAX_BYTES", "FIRST_TOKEN", "SITES", "ROOTS", "STEPS", "PROMPTS", "MAX_WAIT")
 
 
 def environment(options: Mapping[str, Any]) -> dict[str, str]:

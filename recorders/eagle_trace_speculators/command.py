@@ -72,7 +72,8 @@ def record_command(
         "selection": selection,
     }  # fmt: skip
     search = os.pathsep.join([str(SHIM), *filter(None, [os.environ.get("PYTHONPATH")])])
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith(arm.PREFIX)}
+    kept = f"{arm.PREFIX}MAX_WAIT"
+    inherited = {name: value for name, value in os.environ.items() if name == kept or not name.startswith(arm.PREFIX)}
     environment = inherited | arm.environment(told) | {"PYTHONPATH": search}
     started: list[subprocess.Popen[bytes]] = []
     with _signals_to(started):

@@ -6,8 +6,11 @@ reaches the training.
 
 from __future__ import annotations
 
+import atexit
 import inspect
 import logging
+import threading
+import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -18,12 +21,13 @@ import speculators.models.attention
 import torch
 from speculators.models.eagle3 import Eagle3DraftModel
 
-from eagle_trace.errors import HostError, RecordingError, UsageError
+from eagle_trace.errors import HostError, UsageError
+from eagle_trace.patience import MAX_WAIT
 from eagle_trace.prompts import prompts_digest
 from eagle_trace.recorder import Hooks
 from eagle_trace.selection import EVERYTHING, Selection
 from eagle_trace.store import as_place
-from eagle_trace.writer import TraceWriter, prepare_output
+from eagle_trace.writer import TOO_SLOW, TraceWriter, prepare_output
 from eagle_trace_speculators.first_tokens import FirstTokens
 from eagle_trace_speculators.hooks import SiteTap
 from eagle_trace_speculators.live_batches import BatchTaker, LiveOptions, batch_of
@@ -31,7 +35,13 @@ from eagle_trace_speculators.live_facts import FLEX, is_sharded, live_manifest, 
 from eagle_trace_speculators.load import is_compiled, uncompiled
 from eagle_trace_speculators.params import loaded_params
 
+#: how long leaving the block, or the end of the process, waits for a seal; and when a disk is taken to hang [s]
+LEAVE_SECONDS, LEAVE_STALL_SECONDS = 5.0, 2.0
+
 logger = logging.getLogger("eagle_trace")
+
+#: recordings whose seal is being written
+_sealing: set[Recording] = set()
 
 
 def recording(
@@ -46,11 +56,13 @@ def recording(
     first_token: int | None = None,
     dataset: Any = None,
     force: bool = False,
+    max_wait: float = MAX_WAIT,
 ) -> Recording:
     """Record the next forwards of a draft that trains: ``with recording(model, out="train.trace"): ...``.
 
-    After `batches` forwards the hooks come off and the trace is sealed, also in the middle of the block; it is sealed
-    as stopped, with the reason, when the block ends earlier or raises. Nothing about the training changes: gradients,
+    After `batches` forwards the hooks come off and the trace is sealed in the background, also in the middle of the
+    block; leaving the block waits for the seal as long as the disk moves, and at most `LEAVE_SECONDS`. It is sealed as
+    stopped, with the reason, when the block ends earlier or raises. Nothing about the training changes: gradients,
     parameters, loss and random state are the same to the last bit (on CUDA see `Recording`). What fails while recording
     ends the recording, is logged once under the name ``eagle_trace``, and stands in the manifest.
 
@@ -69,18 +81,21 @@ def recording(
         dataset: what the batches are made from: `datasets.Dataset` or speculators' `ArrowDataset`, an Arrow table, or a
             list of token id lists; or a tuple of such.
         force: replace the trace at `out`.
+        max_wait: how long the training may wait for the disk while it is recorded, in all [s]. A disk that is slower
+            ends the recording with what is whole.
 
     Raises:
         UsageError: not an EAGLE-3 draft of speculators, or an argument makes no sense.
         OutputExistsError: `out` is taken (raised on entering the block, as is RecordingError for a folder that cannot
-            be made).
+            be made; where the disk does not say so at once, it is logged instead).
     """
     if steps is not None:
         if steps < 1 or selection.steps:
             raise UsageError(f"steps must be 1 or more, and not beside a selection of steps; it is {steps}")
         selection = Selection(selection.sites, selection.roots, ((0, steps),), selection.prompts)
     datasets = dataset if isinstance(dataset, tuple) else () if dataset is None else (dataset,)
-    options = LiveOptions(as_place(str(out)), batches, level, selection, max_bytes, first_token, datasets, force)
+    place = as_place(str(out))
+    options = LiveOptions(place, batches, level, selection, max_bytes, first_token, datasets, force, max_wait)
     options.check()
     return Recording(model, options)
 
@@ -128,6 +143,7 @@ class Recording:
         self._signature = inspect.signature(uncompiled(Eagle3DraftModel.forward))
         self._versions: list[int] | None = None
         self._moved = False
+        self._sealer: threading.Thread | None = None
 
     @property
     def batches(self) -> int:
@@ -135,7 +151,6 @@ class Recording:
         return self._taker.batches if self._taker is not None else 0
 
     def __enter__(self) -> Recording:
-        prepare_output(self.path, force=self._asked.force, rank=self._rank, ranks=self._world)
         manifest = live_manifest(self._model, self._asked.level)
         # every rank trains on documents of its own
         manifest.rank = manifest.dp_rank = self._rank
@@ -143,10 +158,11 @@ class Recording:
         manifest.settings = {"training": True, "batches": self._asked.batches}
         if left_out := self._asked.selection.to_dict():
             manifest.settings["selection"] = left_out
-        try:
-            self._writer = TraceWriter(self.path, manifest, max_bytes=self._asked.max_bytes)
-        except OSError as error:
-            raise RecordingError(f"cannot write to {self.path}: {error}") from error
+        prepare = partial(prepare_output, self.path, force=self._asked.force, rank=self._rank, ranks=self._world)
+        asked = self._asked
+        self._writer = TraceWriter(
+            self.path, manifest, max_bytes=asked.max_bytes, max_wait=asked.max_wait, prepare=prepare, background=True
+        )
         self._taker = BatchTaker(self._model, self._writer, self._asked, self._first_tokens)
         self.done = False
         self._guarded(self._hang)(self._taker)
@@ -158,6 +174,7 @@ class Recording:
             self.finish(f"the block raised {_words(error)} after {seen}")
         else:
             self.finish(f"the block ended after {seen}")
+        self.wait()
 
     # ---- hooks ------------------------------------------------------------------------------------------------
 
@@ -261,7 +278,9 @@ class Recording:
         self.finish(why)
 
     def finish(self, why: str | None) -> None:
-        """Take all hooks off and seal the trace; nothing happens if that is done.
+        """Take all hooks off and seal the trace in the background; nothing happens if that is done.
+
+        Waits for the seal as long as the training may still wait for the disk (`max_wait`); see `wait`.
 
         Args:
             why: why recording stopped early, None if it did not.
@@ -269,9 +288,29 @@ class Recording:
         if self.done:
             return
         self.done = True
-        manifest, taker = self._writer.manifest, self._taker
+        self._sealer = sealer = threading.Thread(target=self._seal, args=(why,), name="eagle-trace-seal", daemon=True)
+        _sealing.add(self)
         try:
             self._hooks.remove()
+        except Exception as error:  # noqa: BLE001 (the training must go on)
+            self._failed_to_finish(error)
+        sealer.start()
+        if self._writer.wait(self._writer.patience):
+            sealer.join(LEAVE_STALL_SECONDS)
+
+    def wait(self) -> bool:
+        """Whether the trace is sealed, or has failed; waits for a disk that moves, at most `LEAVE_SECONDS`."""
+        # a disk that was too slow for the training is not waited for afterwards
+        slow = self._writer.failure is None and self._writer.manifest.stopped == TOO_SLOW
+        sealed = self._writer.wait(0.0 if slow else LEAVE_SECONDS, LEAVE_STALL_SECONDS)
+        if sealed and self._sealer is not None:
+            self._sealer.join(LEAVE_STALL_SECONDS)
+        return sealed
+
+    def _seal(self, why: str | None) -> None:
+        """In a thread of its own: the training must not wait for the disk."""
+        manifest, taker = self._writer.manifest, self._taker
+        try:
             manifest.stopped = manifest.stopped or why
             if taker is not None:
                 taker.close()
@@ -283,12 +322,28 @@ class Recording:
                         "shift drops it): token_ids begins with -1 there; give recording() dataset= or first_token="
                     )
             self._writer.seal()
+            if manifest.stopped == TOO_SLOW:
+                logger.warning("recording into %s ended early: %s", self.path, TOO_SLOW)
         except Exception as error:  # noqa: BLE001 (the training must go on)
-            if self.failure is None:
-                self.failure = error
-                logger.warning("the trace %s could not be finished: %s", self.path, _words(error))
+            self._failed_to_finish(error)
             manifest.stopped = manifest.stopped or _words(error)
             self._writer.abort(error)
+        finally:
+            _sealing.discard(self)
+
+    def _failed_to_finish(self, error: BaseException) -> None:
+        if self.failure is None:
+            self.failure = error
+            logger.warning("the trace %s could not be finished: %s", self.path, _words(error))
+
+
+@atexit.register
+def _wait_for_seals() -> None:
+    """The process ends: what is being sealed gets a few seconds, all together."""
+    deadline = time.monotonic() + LEAVE_SECONDS
+    for one in list(_sealing):
+        if time.monotonic() < deadline:
+            one.wait()
 
 
 def _words(error: BaseException) -> str:

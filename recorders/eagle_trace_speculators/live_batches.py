@@ -12,6 +12,7 @@ import torch
 
 from eagle_trace.capture import LEVELS, Array, Rows
 from eagle_trace.errors import HostError, UsageError
+from eagle_trace.patience import MAX_WAIT, check_wait
 from eagle_trace.prompts import content_key, unique_key
 from eagle_trace.recorder import best_ids, to_array
 from eagle_trace.selection import EVERYTHING, Selection
@@ -41,6 +42,7 @@ class LiveOptions:
     first_token: int | None = None
     datasets: tuple[Any, ...] = ()
     force: bool = False
+    max_wait: float = MAX_WAIT
 
     def check(self) -> None:
         """Raises UsageError if the options do not make sense."""
@@ -52,6 +54,7 @@ class LiveOptions:
             raise UsageError(f"max_bytes must be a positive number of bytes, not {self.max_bytes}")
         if self.first_token is not None and self.first_token < 0:
             raise UsageError(f"first_token must be a token id, not {self.first_token}")
+        check_wait(self.max_wait)
 
 
 class BatchTaker:

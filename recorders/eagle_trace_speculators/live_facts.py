@@ -14,7 +14,7 @@ from speculators.models.eagle3 import Eagle3DraftModel
 from eagle_trace import __version__
 from eagle_trace.checkpoints import config_digest
 from eagle_trace.errors import CheckpointError, UsageError
-from eagle_trace.manifest import Manifest
+from eagle_trace.manifest import Manifest, without_secrets
 from eagle_trace_speculators.load import config_facts, target_facts
 from eagle_trace_speculators.record import HOST, PACKAGES, package_version
 
@@ -78,7 +78,7 @@ def live_manifest(model: Any, level: str) -> Manifest:
         target=_target(model),
         draft=facts | config_facts(model.config, list(layer_ids) if layer_ids else None),
         device=model.fc.weight.device.type,
-        argv=list(sys.argv),
+        argv=without_secrets(sys.argv),
         created=datetime.now(UTC).isoformat(timespec="seconds"),
     )
 

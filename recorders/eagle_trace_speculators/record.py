@@ -120,6 +120,8 @@ def _record(asked: TrainOptions, progress: Progress) -> Place:
     from eagle_trace_speculators.session import Session
 
     trace = open_replay(asked.replay) if asked.replay is not None else None
+    if trace is not None and trace.manifest.ended_early:
+        progress(f"{trace.path}: {trace.manifest.ended_early}; what it holds is replayed")
     device = resolve_device(asked.device)
     dtype = resolve_dtype(asked.dtype, asked.draft, trace.manifest.dtype if trace else None)
     progress(f"loading the draft {asked.draft} in {dtype} on {device}")
@@ -139,7 +141,7 @@ def _record(asked: TrainOptions, progress: Progress) -> Place:
             progress=progress,
         )
         prepare_output(asked.out, force=asked.force)
-        writer = TraceWriter(asked.out, manifest, max_bytes=asked.max_bytes)
+        writer = TraceWriter(asked.out, manifest, max_bytes=asked.max_bytes, max_wait=None)
         try:
             Session(draft, tasks, source, steps, dtype, writer, progress, asked.selection).run()
         except BaseException as error:
@@ -167,6 +169,8 @@ def _tasks(asked: TrainOptions, draft: LoadedDraft, trace: Trace | None, manifes
             why = "the server let them attend to another branch of its draft tree, which training never does"
             rows = f"{unpaired} rows of the replayed trace"
             manifest.not_materialised.append({"site": "*", "rows": rows, "why": why})
+        if early := trace.manifest.ended_early:
+            manifest.warnings.append(f"of the replayed trace {trace.path} {early}")
     elif asked.prompts is not None:
         tasks = prompt_tasks(read_prompts(asked.prompts), asked.target)
         steps = asked.steps or trained_steps(draft)

@@ -40,11 +40,14 @@ def open_replay(path: Place) -> Trace:
 
     Raises:
         TraceError: it cannot be read.
-        UsageError: it is a train trace.
+        UsageError: it is a train trace, or its recording ended before it held a row.
     """
     trace = open_trace(path)
     if trace.side != "serve":
         raise UsageError(f"{path} is a {trace.side} trace: --replay takes what `eagle-trace record --mode serve` wrote")
+    early = trace.manifest.ended_early
+    if early and not trace.table_rows("rows"):
+        raise UsageError(f"{path} holds no row to replay: {early}. Record the serve side again")
     return trace
 
 

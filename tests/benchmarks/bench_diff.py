@@ -55,7 +55,8 @@ def site_widths(hidden: int) -> dict[str, int]:
 def make_trace(path: Path, side: str, rows: int, hidden: int, dtype: str) -> None:
     """A trace of `rows` step-0 rows at every site; the serve side is off by one rounding."""
     prepare_output(path)
-    writer = TraceWriter(path, Manifest(side, "values", "bench", dtype=dtype, prompts_digest="bench"))  # type: ignore[arg-type]
+    manifest = Manifest(side, "values", "bench", dtype=dtype, prompts_digest="bench")  # type: ignore[arg-type]
+    writer = TraceWriter(path, manifest, max_wait=None)
     prompts = -(-rows // CHUNK)
     for number in range(prompts):
         tokens = np.arange(CHUNK + 1)
@@ -96,7 +97,9 @@ def make_trace(path: Path, side: str, rows: int, hidden: int, dtype: str) -> Non
 def make_short(path: Path, side: str, rows: int) -> None:
     """Many short captures: `rows` rows of steps 0 to 3 with their best ids; serve takes 32 prompts at a time."""
     prepare_output(path)
-    writer = TraceWriter(path, Manifest(side, "values", "bench", dtype="float32", prompts_digest="bench"))  # type: ignore[arg-type]
+    writer = TraceWriter(
+        path, Manifest(side, "values", "bench", dtype="float32", prompts_digest="bench"), max_wait=None
+    )  # type: ignore[arg-type]
     prompts = rows // (ROOTS * STEPS)
     for number in range(prompts):
         tokens = np.arange(ROOTS + 1)

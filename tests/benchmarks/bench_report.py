@@ -34,7 +34,9 @@ WIDTH, VOCAB, TOPK, CHUNK = 16, 64, 10, 500
 def make_trace(path: Path, side: str, positions: int, layers: int) -> None:
     """A trace of `positions` rows of step 0 at every site; the serve side is wrong from some positions on."""
     prepare_output(path)
-    writer = TraceWriter(path, Manifest(side, "values", "bench", dtype="float32", prompts_digest="bench"))  # type: ignore[arg-type]
+    writer = TraceWriter(
+        path, Manifest(side, "values", "bench", dtype="float32", prompts_digest="bench"), max_wait=None
+    )  # type: ignore[arg-type]
     sites = [site.name for site in draft_sites(3, layers) if site.kind == "value"]
     rng = np.random.default_rng(0)
     for number, start in enumerate(range(0, positions, CHUNK)):

@@ -40,7 +40,7 @@ def micros(work: Callable[[], object], rows: int) -> float:
 def size_on_disk(values: Array, level: str, path: Path) -> float:
     """Bytes a row below values/, keys and footers included."""
     prepare_output(path)
-    writer = TraceWriter(path, Manifest("serve", level, "benchmark"))
+    writer = TraceWriter(path, Manifest("serve", level, "benchmark"), max_wait=None)
     for start in range(0, len(values), BATCH):
         at = list(range(start, min(start + BATCH, len(values))))
         tokens = np.random.default_rng(start).integers(0, 50_000, len(at))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -42,11 +43,13 @@ TEXTS = [
 
 @pytest.fixture(scope="module")
 def chain(folder: Path, deployed: Path) -> Iterator[Attached]:
-    """A chain of three draft steps, prefix cache and chunked prefill on; records its first two requests by itself."""
+    """A chain of three draft steps, prefix cache and chunked prefill on, and both of SGLang's keys; records its first
+    two requests by itself."""
     place = folder / "chain"
     place.mkdir()
     arguments = ["--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "4", "--chunked-prefill-size", "32"]
-    with server(place, TARGET, deployed, *arguments, EAGLE_TRACE_REQUESTS="2") as running:
+    keys = {"api_key": "user", "admin_api_key": "admin"}
+    with server(place, TARGET, deployed, *arguments, **keys, EAGLE_TRACE_REQUESTS="2") as running:
         yield running
 
 
@@ -60,12 +63,19 @@ def idle(chain: Attached) -> Attached:
 
 @pytest.fixture(scope="module")
 def tree(folder: Path, deployed: Path) -> Iterator[Attached]:
-    """A tree of four branches, eight tokens verified, in bf16; it waits to be told."""
+    """A tree of four branches, eight tokens verified, in bf16; it has no key, and waits to be told."""
     place = folder / "tree"
     place.mkdir()
     arguments = ["--speculative-eagle-topk", "4", "--speculative-num-draft-tokens", "8", "--disable-radix-cache"]
     with server(place, TARGET, deployed, *arguments, dtype="bfloat16", EAGLE_TRACE_REQUESTS="0") as running:
         yield running
+
+
+def status_of(act: Callable[[], object]) -> int:
+    """Status of what a server refuses."""
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        act()
+    return refused.value.code
 
 
 def write_prompts(path: Path, *lines: dict[str, Any]) -> Path:
@@ -103,6 +113,23 @@ def test_it_records_the_next_requests_by_itself_then_seals(chain: Attached, trai
     assert_healthy(train, trace)
 
 
+def test_keys_open_what_they_open_elsewhere_in_the_server(chain: Attached, tmp_path: Path) -> None:
+    (mine,) = chain.traces
+    for key in ("", "Bearer user", "Bearer wrong"):
+        for method, path in (("GET", ""), ("GET", f"/traces/{mine.name}"), ("DELETE", f"/traces/{mine.name}")):
+            assert status_of(lambda: chain.ask(method, f"/eagle_trace{path}", Authorization=key)) == 401  # noqa: B023
+        for path in ("start", "finish"):
+            assert status_of(lambda: chain.ask("POST", f"/eagle_trace/{path}", {}, Authorization=key)) == 401  # noqa: B023
+    prompts = write_prompts(tmp_path / "p.jsonl", {"prompt": "A"})
+    with pytest.raises(HostError, match="--admin-api-key"):
+        attach(url=chain.url, api_key="user", prompts=prompts, out=tmp_path / "s.trace")
+    with pytest.raises(HostError, match="wants its API key for /generate: --api-key"):
+        attach(url=chain.url, api_key="admin", prompts=prompts, out=tmp_path / "s.trace")
+    assert chain.status["state"] == "ready"
+    assert chain.traces == [mine], "what nobody was recorded in is not kept"
+    assert b"Traceback" not in chain.log.read_bytes()
+
+
 def test_prompts_are_sent_and_the_trace_fetched(idle: Attached, train: Train, tmp_path: Path) -> None:
     before = idle.traces
     messages = [{"role": "user", "content": "What does return do?"}]
@@ -113,7 +140,7 @@ def test_prompts_are_sent_and_the_trace_fetched(idle: Attached, train: Train, tm
         {"id": "ids", "input_ids": list(b"while True: ")},
         {"id": "chat", "messages": messages},
     )
-    attach(url=idle.url, prompts=prompts, out=tmp_path / "s.trace", max_new_tokens=16, batch_size=1)
+    attach(**idle.reach, prompts=prompts, out=tmp_path / "s.trace", max_new_tokens=16, batch_size=1)
     trace = open_trace(tmp_path / "s.trace")
     assert idle.traces == before, "it was fetched, so the server need not keep it"
     keys = dict(zip(trace.prompts.prompt_key, trace.prompts.index, strict=True))
@@ -136,7 +163,7 @@ def test_prompts_are_sent_and_the_trace_fetched(idle: Attached, train: Train, tm
 
 
 def test_requests_join_and_leave_and_others_are_left_alone(idle: Attached, train: Train) -> None:
-    idle.post("/eagle_trace/start", {"requests": 8, "match": "^mixed-"})
+    idle.post("/eagle_trace/start", {"requests": 8, "match": "mixed-*"})
     with ThreadPoolExecutor(2) as pool:
         other = pool.submit(ask_many, idle, "other", [20, 9, 14, 5])
         mixed = pool.submit(ask_many, idle, "mixed", [30, 3, 17, 8, 25, 1, 12, 21])
@@ -152,14 +179,14 @@ def test_requests_join_and_leave_and_others_are_left_alone(idle: Attached, train
 
 def test_sampled_answers_agree_too(idle: Attached, train: Train, tmp_path: Path) -> None:
     prompts = write_prompts(tmp_path / "p.jsonl", *({"prompt": text} for text in TEXTS[:4]))
-    attach(url=idle.url, prompts=prompts, out=tmp_path / "s.trace", max_new_tokens=24, temperature=0.9)
+    attach(**idle.reach, prompts=prompts, out=tmp_path / "s.trace", max_new_tokens=24, temperature=0.9)
     trace = open_trace(tmp_path / "s.trace")
     assert trace.manifest.settings["temperature"] == 0.9
     assert_healthy(train, trace)
 
 
 def test_an_aborted_request_is_kept_up_to_there(idle: Attached, train: Train) -> None:
-    idle.post("/eagle_trace/start", {"requests": 2, "match": "^abort-"})
+    idle.post("/eagle_trace/start", {"requests": 2, "match": "abort-*"})
     with ThreadPoolExecutor(2) as pool:
         long = pool.submit(idle.generate, TEXTS[0], "abort-long", 400, ignore_eos=True)
         short = pool.submit(idle.generate, TEXTS[1], "abort-short", 10)
@@ -175,7 +202,7 @@ def test_an_aborted_request_is_kept_up_to_there(idle: Attached, train: Train) ->
 
 
 def test_a_request_that_does_not_end_is_given_up_and_the_others_kept(idle: Attached, tmp_path: Path) -> None:
-    idle.post("/eagle_trace/start", {"requests": 2, "match": "^slow-", "seconds": 1.0})
+    idle.post("/eagle_trace/start", {"requests": 2, "match": "slow-*", "seconds": 1.0})
     with ThreadPoolExecutor(1) as pool:
         long = pool.submit(idle.generate, TEXTS[0], "slow-0", 900, ignore_eos=True)
         idle.wait_until("ready")
@@ -191,7 +218,7 @@ def test_the_selection_keeps_what_was_chosen_and_every_shape(idle: Attached, tmp
     texts = ["Zero or more of these", "One at a time, please", "Two of a kind are there"]
     prompts = write_prompts(tmp_path / "p.jsonl", *({"prompt": text} for text in texts))
     selection = Selection.parse(sites="fc.*,logits", roots="5:24", steps="0:2", prompts="0,2")
-    attach(url=idle.url, prompts=prompts, out=tmp_path / "s.trace", max_new_tokens=8, selection=selection)
+    attach(**idle.reach, prompts=prompts, out=tmp_path / "s.trace", max_new_tokens=8, selection=selection)
     trace = open_trace(tmp_path / "s.trace")
     assert trace.sites == ["fc.in", "fc.out", "logits"]
     assert "layer.0.mlp.act" in trace.shapes
@@ -201,26 +228,29 @@ def test_the_selection_keeps_what_was_chosen_and_every_shape(idle: Attached, tmp
 
 
 def test_what_cannot_be_done_is_said(idle: Attached, tmp_path: Path) -> None:
-    idle.post("/eagle_trace/start", {"requests": 1, "match": "^nobody$"})
+    idle.post("/eagle_trace/start", {"requests": 1, "match": "nobody"})
     with pytest.raises(urllib.error.HTTPError) as refused:
         idle.post("/eagle_trace/start", {"requests": 1})
     assert "is being recorded" in json.loads(refused.value.read())["error"]
     prompts = write_prompts(tmp_path / "p.jsonl", {"prompt": "A"})
     with pytest.raises(RecordingError, match="is being recorded"):
-        attach(url=idle.url, prompts=prompts, out=tmp_path / "s.trace")
+        attach(**idle.reach, prompts=prompts, out=tmp_path / "s.trace")
     assert not (tmp_path / "s.trace").exists()
-    idle.post("/eagle_trace/finish", {})
-    assert open_trace(idle.traces[-1]).manifest.stopped == "told to stop"
+    before = len(idle.traces)
+    ended = idle.post("/eagle_trace/finish", {})["last"]
+    assert ended["stopped"] == "told to stop"
+    assert ended["removed"], "nobody came, so nothing is kept"
+    assert len(idle.traces) == before - 1
     # these would not be refused by SGLang, but end it
     foreign = write_prompts(tmp_path / "f.jsonl", {"input_ids": [999999]})
     with pytest.raises(PromptsError, match="the target's vocabulary ends at"):
-        attach(url=idle.url, prompts=foreign, out=tmp_path / "f.trace")
+        attach(**idle.reach, prompts=foreign, out=tmp_path / "f.trace")
     endless = {"prompt": "a" * 3000}
     with pytest.raises(PromptsError, match="answered /generate with 400"):
-        attach(url=idle.url, prompts=write_prompts(tmp_path / "q.jsonl", endless), out=tmp_path / "q.trace")
+        attach(**idle.reach, prompts=write_prompts(tmp_path / "q.jsonl", endless), out=tmp_path / "q.trace")
     # one that is refused does not cost the others
     prompts = write_prompts(tmp_path / "o.jsonl", {"prompt": "One of two"}, endless)
-    attach(url=idle.url, prompts=prompts, out=tmp_path / "o.trace", max_new_tokens=8)
+    attach(**idle.reach, prompts=prompts, out=tmp_path / "o.trace", max_new_tokens=8)
     trace = open_trace(tmp_path / "o.trace")
     assert len(trace.prompts) == 1
     assert "1 of 2 prompts were not answered" in str(trace.manifest.stopped)
@@ -232,8 +262,13 @@ def test_a_tree_in_bf16_with_requests_that_join_and_leave(tree: Attached, train:
     assert tree.status["state"] == "ready", "told to wait"
     assert not tree.traces
     before = ask_many(tree, "before", [30, 3, 17, 8])
-    tree.post("/eagle_trace/start", {"requests": 4, "match": "^tree-"})
-    recorded = ask_many(tree, "tree", [30, 3, 17, 8])
+    # without a key: requests that are one's own, by ids that nobody else can guess
+    mine = f"eagle-trace-{secrets.token_hex(16)}"
+    started = tree.post("/eagle_trace/start", {"named": {f"{mine}-{n}": [n, f"tree-{n}"] for n in range(4)}})
+    recorded = ask_many(tree, mine, [30, 3, 17, 8])
+    assert tree.status == {"state": "recording"}, "all that anybody is told"
+    assert status_of(lambda: tree.post("/eagle_trace/finish", {})) == 403
+    tree.ask("POST", "/eagle_trace/finish", {}, **{"X-Eagle-Trace-Token": started["token"]})
     tree.wait_until("ready")
     assert [one["text"] for one in recorded] == [one["text"] for one in before]
     trace = open_trace(tree.traces[-1])
@@ -248,10 +283,11 @@ def test_a_killed_scheduler_leaves_a_partial_trace_and_a_clear_word(tree: Attach
     prompts = write_prompts(tmp_path / "p.jsonl", *({"prompt": text * 3} for text in TEXTS))
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(
-            attach, url=tree.url, prompts=prompts, out=tmp_path / "s.trace", max_new_tokens=600, batch_size=6
+            attach, **tree.reach, prompts=prompts, out=tmp_path / "s.trace", max_new_tokens=600, batch_size=6
         )
         deadline = time.monotonic() + 60
-        while tree.status.get("calls", 0) < 60:
+        # rows reach the disk every few seconds
+        while not (len(tree.traces) > 1 and list(tree.traces[-1].glob("rows.parquet/*"))):
             assert time.monotonic() < deadline
             time.sleep(0.1)
         for child in psutil.Process(tree.process.pid).children(recursive=True):

@@ -105,6 +105,7 @@ def recorded(
         for number, batch in enumerate(batches):
             assert run.done == (number == 2)
             loop.step(batch)
+            assert number < 1 or run.wait()
             assert open_trace(out, allow_partial=True).sealed == (number >= 1), "sealed in the middle of the block"
         assert hooks_of(loop.model) == 0
     assert run.failure is None

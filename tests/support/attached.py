@@ -29,13 +29,28 @@ class Attached:
     log: Path
     out: Path
     process: subprocess.Popen[bytes]
+    api_key: str | None = None
+    admin_api_key: str | None = None
+
+    @property
+    def reach(self) -> dict[str, Any]:
+        """What `attach` needs to reach it."""
+        return {"url": self.url, "api_key": self.api_key, "admin_api_key": self.admin_api_key}
+
+    def ask(self, method: str, path: str, body: Any = None, *, timeout: float = 300, **headers: str) -> bytes:
+        """Answer of a route, by the key that it takes unless `headers` say another."""
+        admin = path.startswith(("/eagle_trace", "/abort_request"))
+        if key := self.admin_api_key if admin else self.api_key:
+            headers = {"Authorization": f"Bearer {key}"} | headers
+        data = None if body is None else json.dumps(body).encode()
+        headers = {"Content-Type": "application/json"} | headers
+        request = urllib.request.Request(self.url + path, data, headers, method=method)
+        with urllib.request.urlopen(request, timeout=timeout) as stream:
+            return bytes(stream.read())
 
     def post(self, path: str, body: dict[str, Any], timeout: float = 300) -> Any:
         """Answer of a route."""
-        data = json.dumps(body).encode()
-        request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
-        with urllib.request.urlopen(request, timeout=timeout) as stream:
-            text = stream.read()
+        text = self.ask("POST", path, body, timeout=timeout)
         return json.loads(text) if text.strip().startswith((b"{", b"[")) else text.decode()
 
     def generate(self, text: str, rid: str | None = None, tokens: int = 16, **sampling: Any) -> Any:
@@ -46,8 +61,7 @@ class Attached:
     @property
     def status(self) -> Any:
         """What the recorder is doing."""
-        with urllib.request.urlopen(self.url + "/eagle_trace", timeout=60) as stream:
-            return json.loads(stream.read())
+        return json.loads(self.ask("GET", "/eagle_trace", timeout=60))
 
     @property
     def traces(self) -> list[Path]:
@@ -71,7 +85,14 @@ def free_port() -> int:
 
 @contextmanager
 def server(
-    folder: Path, target: Path, draft: Path, *arguments: str, dtype: str = "float32", **variables: str
+    folder: Path,
+    target: Path,
+    draft: Path,
+    *arguments: str,
+    dtype: str = "float32",
+    api_key: str | None = None,
+    admin_api_key: str | None = None,
+    **variables: str,
 ) -> Iterator[Attached]:
     """`python -m sglang.launch_server` with ``EAGLE_TRACE_OUT`` and `variables` in its environment."""
     from sglang_cpu_eagle import cpu_environment
@@ -82,10 +103,12 @@ def server(
     command += ["--speculative-num-steps", "3", "--dtype", dtype, "--device", "cpu"]
     command += ["--attention-backend", "intel_amx", "--mem-fraction-static", "0.3", "--max-total-tokens", "8192"]
     command += ["--sleep-on-idle", *arguments]
+    command += ["--api-key", api_key] if api_key else []
+    command += ["--admin-api-key", admin_api_key] if admin_api_key else []
     environment = cpu_environment(os.environ) | {"EAGLE_TRACE_OUT": str(out)} | variables
     with log.open("wb") as stream:
         process = subprocess.Popen(command, stdout=stream, stderr=stream, env=environment, start_new_session=True)
-    attached = Attached(f"http://127.0.0.1:{port}", log, out, process)
+    attached = Attached(f"http://127.0.0.1:{port}", log, out, process, api_key, admin_api_key)
     try:
         end = time.monotonic() + START_SECONDS
         while b"fired up" not in log.read_bytes():

@@ -283,7 +283,7 @@ def write_side(
         settings=SETTINGS[side] | (settings or {}),
         prompts_digest=prompts_digest(keys),
     )  # fmt: skip
-    writer = TraceWriter(path, manifest)
+    writer = TraceWriter(path, manifest, max_wait=None)
     rng = np.random.default_rng(5) if side == "serve" else None
     rounded = {
         n: t if t.dtype.kind in "iub" else t.astype(DTYPES[dtype]).astype(np.float64) for n, t in do.tensors.items()

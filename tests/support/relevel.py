@@ -23,7 +23,7 @@ def at_level(trace: Trace, path: Path, level: str) -> Trace:
     """Write `trace`, recorded at level ``values``, again at a lower one."""
     prepare_output(path)
     tables = {name: facts for name, facts in trace.manifest.files.items() if not name.startswith("values/")}
-    writer = TraceWriter(path, replace(trace.manifest, level=level, files=dict(tables)))
+    writer = TraceWriter(path, replace(trace.manifest, level=level, files=dict(tables)), max_wait=None)
     for name in tables:
         (path / name).parent.mkdir(exist_ok=True)
         shutil.copy(Path(trace.path) / name, path / name)

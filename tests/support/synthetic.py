@@ -294,7 +294,7 @@ def _write(
         not_materialised=excused,
         prompts_digest=prompts_digest([prompt.key for prompt in prompts]),
     )
-    writer = TraceWriter(path, manifest)
+    writer = TraceWriter(path, manifest, max_wait=None)
     forward = Forward(draft, side, features)
     calls = 0
     # serve numbers its prompts in another order than train: only the key names them

@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from eagle_trace import Trace, open_trace, writer
+from eagle_trace import Trace, open_trace, streams, writer
 from eagle_trace.capture import Rows
 from eagle_trace.manifest import Manifest
 from eagle_trace_analysis import align, compare
@@ -32,7 +32,7 @@ Data = tuple[np.ndarray, np.ndarray]
 
 @pytest.fixture(autouse=True)
 def small_row_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writer, "ROW_GROUP_BYTES", 40 * WIDTH)
+    monkeypatch.setattr(streams, "ROW_GROUP_BYTES", 40 * WIDTH)
     monkeypatch.setattr(compare, "CHUNK_BYTES", 30 * 4 * WIDTH)
 
 

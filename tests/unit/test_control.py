@@ -29,32 +29,67 @@ FACTS = {
 class Rank:
     """A recorder that does as it is told, and remembers what that was."""
 
-    def __init__(self, rank: int = 0, ranks: int = 1, *, begins: bool = True, dies: bool = False) -> None:
+    def __init__(
+        self,
+        rank: int = 0,
+        ranks: int = 1,
+        *,
+        begins: bool = True,
+        dies: bool = False,
+        rows: int = 1,
+        deaf: str = "",
+        stops: str | None = None,
+    ) -> None:
         connection = connect("recorder", SESSION)
         assert connection is not None
         self.connection = connection
-        self.begins, self.dies = begins, dies
+        self.begins, self.dies, self.rows, self.deaf, self.stops = begins, dies, rows, deaf, stops
         self.orders: list[tuple[Any, ...]] = []
+        self.number = 0
         connection.send(("armed", FACTS | {"rank": rank, "ranks": ranks}))
         threading.Thread(target=self._obey, daemon=True).start()
+
+    def counts(self) -> dict[str, Any]:
+        return {
+            "requests": 1,
+            "ended": 1,
+            "calls": 7,
+            "rows": self.rows,
+            "bytes": 10,
+            "files": 2,
+            "stopped": self.stops,
+        }
+
+    @property
+    def told(self) -> list[str]:
+        """Names of the orders, without the questions."""
+        return [name for name, *_ in self.orders if name != "counts"]
+
+    def say(self, name: str, *message: Any, number: int | None = None) -> None:
+        self.connection.send((name, self.number if number is None else number, *message))
 
     def _obey(self) -> None:
         while True:
             try:
-                order = self.connection.recv()
+                name, number, *arguments = self.connection.recv()
             except (EOFError, OSError):
                 return
-            self.orders.append(order)
-            if order[0] == "begin":
-                self.connection.send(("recording",) if self.begins else ("failed", "no room", ""))
+            self.orders.append((name, *arguments))
+            if name == self.deaf:
+                continue
+            if name == "begin":
+                self.number = number
+                self.say("recording") if self.begins else self.say("failed", "no room", "")
                 if self.dies:
                     time.sleep(0.3)
                     self.connection.close()
                     return
-            elif order[0] == "finish":
-                self.connection.send(("sealed", {"requests": 1, "ended": 1, "calls": 7}))
+                if self.stops:
+                    self.say("sealed", self.counts())
+            elif name == "finish":
+                self.say("sealed", self.counts(), number=number)
             else:
-                self.connection.send(("counts", {"requests": 1, "ended": 0, "calls": 3}))
+                self.say("counts", {"requests": 1, "ended": 0, "calls": 3})
 
 
 @pytest.fixture
@@ -77,7 +112,7 @@ def test_a_recording_begins_and_ends_on_every_rank(control: Control, tmp_path: P
     assert control.status()["calls"] == 3
     assert control.finish({"a": 1}) == str(tmp_path / "s.trace")
     assert control.status()["last"]["outcome"] == "sealed"
-    assert [[name for name, *_ in rank.orders if name != "counts"] for rank in ranks] == [["begin", "finish"]] * 2
+    assert [rank.told for rank in ranks] == [["begin", "finish"]] * 2
 
 
 def test_one_recording_at_a_time(control: Control, tmp_path: Path) -> None:
@@ -97,10 +132,13 @@ def test_a_place_that_is_taken_is_refused(control: Control, tmp_path: Path) -> N
 
 
 def test_a_recorder_that_cannot_begin(control: Control, tmp_path: Path) -> None:
-    Rank(begins=False)
+    rank = Rank(begins=False)
     with pytest.raises(RecordingError, match="no room"):
         control.start(order(tmp_path))
     assert control.status()["state"] == "ready", "the next one may be tried"
+    rank.begins = True
+    control.start(order(tmp_path, out=str(tmp_path / "other.trace")))
+    assert control.finish() == str(tmp_path / "other.trace")
 
 
 def test_a_scheduler_that_dies_ends_the_recording(control: Control, tmp_path: Path) -> None:
@@ -139,3 +177,162 @@ def test_time_is_up(control: Control, tmp_path: Path) -> None:
     control.start(order(tmp_path, seconds=0.3))
     assert control.wait_until_ended(5)
     assert rank.orders[-1] == ("finish", {}, "time limit (0.3 s)")
+
+
+def nested(depth: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for _ in range(depth):
+        found = {"a": found}
+    return found
+
+
+def assert_next_works(control: Control, tmp_path: Path, rank: Rank) -> None:
+    assert control.status()["state"] == "ready"
+    rank.deaf = ""
+    control.start(order(tmp_path, out=str(tmp_path / "next.trace")))
+    assert control.finish() == str(tmp_path / "next.trace")
+    assert control.status()["last"]["outcome"] == "sealed"
+
+
+@pytest.mark.parametrize("settings", [nested(900), nested(5000), {"a": object()}, {"a": threading.Lock()}])
+def test_settings_that_cannot_be_written_down_are_refused_and_nothing_is_wedged(
+    control: Control, tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    rank = Rank()
+    with pytest.raises(UsageError, match="nested too deeply"):
+        control.start(order(tmp_path, settings=settings))
+    control.start(order(tmp_path))
+    with pytest.raises(UsageError, match="nested too deeply"):
+        control.finish(settings)
+    assert control.status()["state"] == "recording", "it goes on"
+    control.finish()
+    assert_next_works(control, tmp_path, rank)
+
+
+@pytest.mark.parametrize("deaf", ["begin", "finish"])
+def test_a_recorder_that_does_not_answer_is_given_up(
+    control: Control, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, deaf: str
+) -> None:
+    monkeypatch.setattr(module, "BEGIN_SECONDS", 0.3)
+    rank = Rank(deaf=deaf)
+
+    def run() -> None:
+        control.start(order(tmp_path))
+        control.finish(seconds=0.3)
+
+    with pytest.raises(RecordingError, match=r"did not begin within|was not sealed within"):
+        run()
+    assert control.status()["last"]["outcome"] == "failed"
+    rank.say("sealed", {"calls": 1}, number=1)  # late, and of no use to anybody
+    assert_next_works(control, tmp_path, rank)
+    assert rank.told[:2] == ["begin", "finish"], "a recorder that begins late ends at once"
+
+
+def test_a_folder_that_hangs_is_given_up(control: Control, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rank = Rank()
+    hang = threading.Event()
+    monkeypatch.setattr(module, "FOLDER_SECONDS", 0.2)
+    with monkeypatch.context() as patched:
+        patched.setattr(module, "prepare_output", lambda _: hang.wait())
+        with pytest.raises(RecordingError, match="did not answer within"):
+            control.start(order(tmp_path))
+    hang.set()
+    assert_next_works(control, tmp_path, rank)
+
+
+def test_a_server_that_is_shut_down_does_not_wait_for_somebodys_finish(control: Control, tmp_path: Path) -> None:
+    Rank(deaf="finish")
+    control.start(order(tmp_path))
+    said: list[str] = []
+
+    def finish() -> None:
+        try:
+            control.finish()
+        except RecordingError as error:
+            said.append(str(error))
+
+    waiting = threading.Thread(target=finish)
+    waiting.start()
+    time.sleep(0.2)
+    started = time.monotonic()
+    control.close(0.5)
+    waiting.join(5)
+    assert time.monotonic() - started < 2
+    assert "was not sealed within 0.5 s" in said[0], "whoever waits is told"
+    with pytest.raises(HostError, match="shut down"):
+        control.start(order(tmp_path, out=str(tmp_path / "other.trace")))
+
+
+def test_the_status_is_told_while_a_recorder_is_silent(control: Control, tmp_path: Path) -> None:
+    rank = Rank()
+    control.start(order(tmp_path))
+    assert control.status()["calls"] == 3
+    rank.deaf = "counts"
+    started = time.monotonic()
+    assert [control.status()["calls"] for _ in range(3)] == [3, 3, 3], "what was counted last"
+    assert time.monotonic() - started < 3
+
+
+def test_an_order_that_is_too_large_for_a_pipe_nobody_reads_keeps_nobody(
+    control: Control, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "BEGIN_SECONDS", 0.3)
+    connection = connect("recorder", SESSION)
+    assert connection is not None
+    connection.send(("armed", FACTS | {"rank": 0}))
+    settings = {str(number): "x" * 1000 for number in range(2000)}
+    for number in range(3):
+        started = time.monotonic()
+        with pytest.raises(RecordingError, match="did not begin"):
+            control.start(order(tmp_path, out=str(tmp_path / f"{number}.trace"), settings=settings))
+        assert control.status()["state"] == "ready"
+        assert time.monotonic() - started < 3
+    connection.close()
+
+
+def test_a_rank_whose_disk_was_too_slow_ends_the_recording_of_all(control: Control, tmp_path: Path) -> None:
+    other, slow = Rank(0, 2), Rank(1, 2, stops="the disk was too slow")
+    control.start(order(tmp_path))
+    assert control.wait_until_ended(5)
+    assert other.orders[-1] == ("finish", {}, "the disk was too slow")
+    assert control.status()["last"]["stopped"] == "the disk was too slow"
+    assert "finish" not in slow.told or slow.told == ["begin", "finish"]
+
+
+def test_what_a_client_asked_for_does_not_replace_what_the_server_is(control: Control, tmp_path: Path) -> None:
+    rank = Rank()
+    control.start(order(tmp_path, settings={"steps": 99, "topk": "lie", "prefix_cache": "lie", "temperature": 0.5}))
+    manifest = rank.orders[0][2]
+    assert (manifest.settings["steps"], manifest.settings["topk"], manifest.settings["prefix_cache"]) == (3, 1, True)
+    assert manifest.settings["temperature"] == 0.5
+
+
+@pytest.mark.parametrize(("rows", "keep", "there"), [(0, False, False), (0, True, True), (5, False, True)])
+def test_a_trace_without_rows_is_removed_when_it_ends_and_the_status_says_so(
+    control: Control, tmp_path: Path, rows: int, keep: bool, there: bool
+) -> None:
+    Rank(rows=rows)
+    control.start(order(tmp_path, keep_empty=keep))
+    place = tmp_path / "s.trace"
+    (place / "manifest.json").write_text("{}")
+    control.finish()
+    assert place.exists() == there
+    last = control.status()["last"]
+    assert ("removed" in last) == (not there)
+    assert control.outcomes == {str(place): last}
+
+
+def test_only_the_recording_that_is_meant_is_ended(control: Control, tmp_path: Path) -> None:
+    Rank()
+    control.start(order(tmp_path))
+    assert control.finish(only=str(tmp_path / "another.trace")) is None
+    assert control.state == "recording"
+    assert control.finish(only=str(tmp_path / "s.trace"))
+    assert control.state == "ready"
+
+
+def test_two_ranks_write_files_of_their_own(control: Control, tmp_path: Path) -> None:
+    Rank(1, 2, rows=3), Rank(0, 2, rows=3)
+    control.start(order(tmp_path))
+    control.finish()
+    assert {name: control.last[name] for name in ("rows", "bytes", "files")} == {"rows": 3, "bytes": 20, "files": 4}

@@ -51,6 +51,19 @@ def test_keys_depend_on_content_and_tell_repeats_apart(tmp_path: Path) -> None:
     assert keys[3] == "x"
 
 
+def test_an_id_pairs_lines_whose_content_differs_and_without_one_they_are_strangers(tmp_path: Path) -> None:
+    trained, served = '"input_ids": [35, 7, 9]', '"messages": [{"role": "user", "content": "Hi"}]'
+    (tmp_path / "train").mkdir()
+    (tmp_path / "serve").mkdir()
+
+    def keys(head: str) -> list[str]:
+        files = (write(tmp_path / "train", f"{{{head}{trained}}}"), write(tmp_path / "serve", f"{{{head}{served}}}"))
+        return [read_prompts(file)[0].key for file in files]
+
+    assert keys('"id": "c1", ') == ["c1", "c1"]
+    assert len(set(keys(""))) == 2
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [

@@ -16,7 +16,7 @@ from eagle_trace.errors import OutputExistsError, TraceDamagedError, TraceUnseal
 from eagle_trace.manifest import Manifest
 from eagle_trace.reader import Trace, ValueReader, iter_blocks
 from eagle_trace.recorder import parameter_row
-from eagle_trace.writer import DP_STRIDE, TraceWriter, prepare_output
+from eagle_trace.writer import DP_STRIDE, TOO_SLOW, TraceWriter, prepare_output
 from eagle_trace_analysis import diff
 from eagle_trace_analysis.params import same
 from eagle_trace_analysis.ranks import check_ranks
@@ -44,7 +44,14 @@ def manifest(rank: int, ranks: int, *, tp: int = 0, dp: int = 0, level: str = "v
 
 
 def record_rank(
-    path: Path, made: Manifest, *, tp: int, order: np.ndarray | None = None, spoil: float = 0.0, seal: bool = True
+    path: Path,
+    made: Manifest,
+    *,
+    tp: int,
+    order: np.ndarray | None = None,
+    spoil: float = 0.0,
+    seal: bool = True,
+    calls: int = 5,
 ) -> TraceWriter:
     """What one rank of `tp` hands to its writer: the same calls on every rank."""
     order = np.arange(COUNT) if order is None else order
@@ -58,7 +65,7 @@ def record_rank(
         if shard and tp > 1:
             row |= {"shard_axis": 1, "shard_index": number, "shard_count": tp}
         writer.put_record("params", row)
-    for call, some in enumerate(np.array_split(order, 5)):
+    for call, some in enumerate(np.array_split(order, 5)[:calls]):
         rows = rows_of(some, call)
         writer.put_rows(rows)
         for site, whole in WHOLE.items():
@@ -73,7 +80,7 @@ def record_rank(
         writer.put_topk(rows, *(np.zeros((len(rows), 2)) for _ in range(4)))
         writer.put_record("calls", {"call_id": call, "role": "draft", "mode": "x", "batch_size": 1, "tokens": 1})
     if seal:
-        writer.seal()
+        writer.seal(TOO_SLOW if calls < 5 else None)
     return writer
 
 
@@ -138,7 +145,7 @@ def test_a_budget_ends_before_the_same_call_on_every_rank(tmp_path: Path) -> Non
             calls += 1
         writer.seal()
         kept.append(calls)
-    assert kept == [4, 4, 4]  # 144 bytes of values a call
+    assert kept == [2, 2, 2]  # 144 bytes of values and 192 of keys per call
     trace = open_trace(tmp_path / "2")
     assert trace.manifest.stopped == "max-bytes"
     assert check_ranks(trace) == []
@@ -296,3 +303,24 @@ def test_sketches_of_shards_add_up_to_that_of_the_whole_row(tmp_path: Path) -> N
         both, one = (open_trace(place).sketch("layer.0.attn.q") for place in (folder, whole))
         np.testing.assert_allclose(both, one, rtol=1e-5, atol=1e-5)
         assert open_trace(folder).site_data("layer.0.attn.q")[0].width == width
+
+
+@pytest.mark.parametrize("early", [0, 1])
+def test_ranks_whose_disks_gave_up_at_different_forwards_keep_the_rows_they_share(tmp_path: Path, early: int) -> None:
+    prepare_output(tmp_path / "t")
+    for rank in range(2):
+        record_rank(tmp_path / "t", manifest(rank, 2, tp=rank), tp=2, calls=2 if rank == early else 5)
+    trace = open_trace(tmp_path / "t")
+    (sharded,) = trace.site_data("layer.0.attn.q")
+    assert (sharded.rows, sharded.width) == (20, WIDTH)
+    np.testing.assert_array_equal(ValueReader(sharded).take(np.arange(20)), WHOLE["layer.0.attn.q"][:20])
+    np.testing.assert_array_equal(trace.values("fc.out"), WHOLE["fc.out"][: 20 if early == 0 else COUNT])
+    assert TOO_SLOW in str(trace.manifest.ended_early)
+    assert check_ranks(trace) == []
+    # against the same forward on one rank, recorded to its end: nothing differs but the element that is not a number
+    prepare_output(tmp_path / "one")
+    record_rank(tmp_path / "one", replace(manifest(0, 1), side="train"), tp=1)
+    result = diff(open_trace(tmp_path / "one"), trace)
+    assert {one.site for one in result.sites if one.verdict == "diverged"} == {"layer.0.attn.q"}
+    assert result.first_divergence is not None
+    assert result.first_divergence.kind == "nonfinite"

@@ -133,7 +133,7 @@ def test_damage_is_told_from_absence(memory: str) -> None:
 
 
 def test_a_row_group_is_read_once_and_in_one_piece(memory: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("eagle_trace.writer.ROW_GROUP_BYTES", 64 << 10)
+    monkeypatch.setattr("eagle_trace.streams.ROW_GROUP_BYTES", 64 << 10)
     place = f"{memory}/t"
     values = np.random.default_rng(0).standard_normal((2000, 64)).astype(np.float32)
     writer = TraceWriter(place, Manifest("serve", "values", "test"))

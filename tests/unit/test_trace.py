@@ -195,6 +195,17 @@ def test_statistics_survive_overflow_of_the_square() -> None:
     assert statistics.nonfinite[0] == 0
 
 
+def test_a_budget_holds_where_no_values_are_kept(tmp_path: Path) -> None:
+    writer = TraceWriter(tmp_path / "t", Manifest("serve", "shapes", "test"), max_bytes=10_000)
+    calls = 0
+    while writer.accepting and calls < 1000:
+        writer.put_rows(make_rows(10, start=10 * calls))
+        calls += 1
+    writer.seal()
+    assert calls == 16
+    assert writer.manifest.stopped == "max-bytes"
+
+
 def test_max_bytes_stops_the_recording_and_says_so(tmp_path: Path) -> None:
     prepare_output(tmp_path / "t")
     writer = TraceWriter(tmp_path / "t", Manifest("serve", "values", "test"), max_bytes=1000)

@@ -20,6 +20,7 @@ from eagle_trace_analysis.causes.base import (
 )
 from eagle_trace_analysis.checkpoint import engine
 from eagle_trace_analysis.checkpoint.files import as_float32
+from eagle_trace_analysis.checkpoint.width import has_fc
 from eagle_trace_analysis.context import Context
 from eagle_trace_analysis.features import CLEARLY, Features, channel_error
 from eagle_trace_analysis.steps import rms
@@ -42,6 +43,9 @@ def check_single(context: Context) -> Outcome:
     if trained is None or served is None:
         return not_tested("the width of the fused features was not recorded", "record both sides with this version")
     if served >= trained:
+        width = context.form.target_width if context.form else 0
+        if width and served == trained == width:
+            return ruled_out(f"both sides feed one layer ([T, {served}]): the flag that says so is right")
         return ruled_out(f"fused features are [T, {served}] in serving, [T, {trained}] in training")
     width = context.form.target_width if context.form else 0
     count = max(len(context.feature_sites), 1)
@@ -64,6 +68,12 @@ def _single_fix(context: Context) -> str:
     found = context.failed("aux-hidden-state")
     if found is not None:
         return found.fix
+    if context.subject is not None and context.subject.kind is None and not has_fc(context.subject):
+        # with several layers fed, an fc that was never stored would be random
+        return (
+            "deploy the draft that was trained here: the deployed one holds no fc, so it is a head of one feature, for "
+            "which its flag is right"
+        )
     if context.served and not engine.uses_aux_hidden_state(context.served):
         return "set eagle_config.use_aux_hidden_state to true in the deployed config"
     if context.other_algorithm is not None:

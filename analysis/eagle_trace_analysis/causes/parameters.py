@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from eagle_trace_analysis.causes.base import Cause, Outcome, clipped, confirmed, not_tested, ruled_out
 from eagle_trace_analysis.checkpoint import engine
+from eagle_trace_analysis.checkpoint.quantised import modules
 from eagle_trace_analysis.context import Context
 from eagle_trace_analysis.params import same, site_of
 
@@ -22,8 +23,16 @@ def not_loaded(context: Context) -> list[str]:
     from_target = context.other_algorithm is not None or (
         "draft_vocab_size" in context.served and context.served["draft_vocab_size"] is None
     )
+    # a matrix that was quantised before it was deployed has other names and other numbers
+    quantised = {
+        f"{module}.weight"
+        for module, endings in modules(context.serve_draft.tensors if context.serve_draft else ()).items()
+        if endings != {"weight"}
+    }
     names = []
     for name, row in trained.items():
+        if name in quantised:
+            continue
         if name.startswith(ELSEWHERE) or (name == "lm_head.weight" and (tied or from_target)):
             continue
         theirs = served.get(name)

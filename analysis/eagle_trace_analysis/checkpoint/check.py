@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from eagle_trace_analysis.checkpoint.compare import compare, summarise
+from eagle_trace_analysis.checkpoint.config_checks import check_config, check_decoder, check_format
 from eagle_trace_analysis.checkpoint.d2t import check_d2t
-from eagle_trace_analysis.checkpoint.finding import CheckResult, Finding, TensorChange
-from eagle_trace_analysis.checkpoint.layers import check_aux, check_fc, check_layer_ids
-from eagle_trace_analysis.checkpoint.scan import Scan, scan
+from eagle_trace_analysis.checkpoint.finding import CheckResult, Finding, TensorChange, skipped
+from eagle_trace_analysis.checkpoint.layers import check_layer_ids
+from eagle_trace_analysis.checkpoint.names import check_missing, check_names, check_shapes
+from eagle_trace_analysis.checkpoint.quantised import check_quantisation
+from eagle_trace_analysis.checkpoint.scan import Scan, can_scan, scan
 from eagle_trace_analysis.checkpoint.settings import (
-    check_decoder,
     check_dtype,
     check_eps,
     check_fc_norm,
-    check_format,
     check_max_position,
     check_norm_output,
     check_residual_norm,
@@ -25,22 +26,24 @@ from eagle_trace_analysis.checkpoint.settings import (
     check_window,
 )
 from eagle_trace_analysis.checkpoint.subject import Subject, open_subject
+from eagle_trace_analysis.checkpoint.targets import check_target
 from eagle_trace_analysis.checkpoint.weights import (
     check_embedding,
     check_head_rows,
     check_initial,
-    check_missing,
-    check_names,
-    check_shapes,
     check_values,
     check_zeros,
 )
+from eagle_trace_analysis.checkpoint.width import check_aux, check_fc
 
 #: checks that read configs, names, shapes and single rows, in the order of the report
 CHECKS = (
     check_format,
+    check_config,
+    check_target,
     check_names,
     check_missing,
+    check_quantisation,
     check_shapes,
     check_aux,
     check_fc,
@@ -75,8 +78,20 @@ def check(draft: Path, *, target: Path | None = None, reference: Path | None = N
         CheckpointError: a folder cannot be read, or holds no draft of a kind known here.
     """
     subject = open_subject(draft, target, reference)
-    findings = [one(subject) for one in CHECKS]
-    findings += _on_values(subject, scan_floats(subject))
+    if not subject.has_sizes and subject.kind is None:
+        findings = [check_format(subject), check_config(subject), check_target(subject)]
+        without = skipped("everything else", "", "the shapes of a draft follow from the sizes above: set those first")
+        return CheckResult(
+            str(draft),
+            subject.format,
+            [*findings, without],
+            str(target) if target else None,
+            str(reference) if reference else None,
+        )
+    scans = scan_floats(subject)
+    findings = [one(subject) for one in checks_of(subject)]
+    # of another kind of draft it is known only whether its values are finite
+    findings += [check_values(subject, scans)] if subject.kind is not None else _on_values(subject, scans)
     changes: list[TensorChange] = []
     if subject.reference is not None:
         changes = compare(subject.checkpoint, subject.reference)
@@ -91,13 +106,18 @@ def check(draft: Path, *, target: Path | None = None, reference: Path | None = N
     )
 
 
+def checks_of(subject: Subject) -> tuple[Callable[[Subject], Finding], ...]:
+    """The checks that apply: for any other kind of draft only the one that says so."""
+    return CHECKS if subject.kind is None else (check_format,)
+
+
 def scan_floats(subject: Subject) -> dict[str, Scan]:
-    """One pass over every floating-point tensor, by speculators' names."""
-    return {name: scan(tensor) for name, tensor in subject.tensors.items() if tensor.is_float and tensor.size}
+    """One pass over every tensor of numbers with a fraction, by speculators' names."""
+    return {name: scan(tensor) for name, tensor in subject.tensors.items() if can_scan(tensor)}
 
 
 def _on_values(subject: Subject, scans: Mapping[str, Scan]) -> Iterator[Finding]:
     yield check_dtype(subject, scans)
-    yield check_values(scans)
+    yield check_values(subject, scans)
     yield check_zeros(scans)
     yield check_initial(subject, scans)

@@ -11,8 +11,14 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from eagle_trace_analysis.checkpoint import accepts
+
 ENGINE = "SGLang 0.5.23"
 ARCHITECTURE = "LlamaForCausalLMEagle3"
+#: what vLLM calls a draft with the very same layer
+VLLM_NAMES = frozenset({
+    "Eagle3LlamaForCausalLM", "Eagle3Qwen3ForCausalLM", "Eagle3Qwen2_5vlForCausalLM", "Eagle3Qwen3vlForCausalLM",
+})  # fmt: skip
 
 #: replaced anywhere in a stored name before anything else
 LEGACY_NAMES = {
@@ -21,36 +27,51 @@ LEGACY_NAMES = {
     "aux_norm_mid": "fc_norm.1",
     "aux_norm_high": "fc_norm.2",
 }
+#: no draft has more layers; a config that counts more is wrong, and its parameters are not all listed
+MOST_LAYERS = 1000
 #: parts of a fused parameter, in its order
 STACKED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-
-#: what transformers' LlamaConfig takes where a config says nothing
-LLAMA_DEFAULTS: dict[str, Any] = {
-    "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "hidden_act": "silu", "max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
-    "attention_bias": False, "mlp_bias": False,
-}  # fmt: skip
-#: the same for Qwen3Config where it differs
-QWEN3_DEFAULTS: dict[str, Any] = {
-    **LLAMA_DEFAULTS, "vocab_size": 151936, "intermediate_size": 22016, "num_key_value_heads": 32, "head_dim":
-    128,
-    "max_position_embeddings": 32768,
-}  # fmt: skip
 
 #: target classes that shift layer ids only if the first is 1, and take any other list as it is
 SHIFT_IF_FIRST_IS_1 = frozenset({
     "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM",
     "MistralLarge3ForCausalLM", "Glm4MoeLiteForCausalLM", "KimiK25ForConditionalGeneration",
 })  # fmt: skip
+#: adds one to the default layers too
+DEFAULT_ONE_LATER = frozenset({"MiniMaxM3SparseForConditionalGeneration"})
 #: takes a list as it is if it names the final hidden state, which it alone captures
 FINAL_STATE_TARGETS = frozenset({"GptOssForCausalLM"})
 
 
+#: `intermediate_size_mlp` of a llama4_text config that names none
+LLAMA4_WIDTH = 16384
+
+
+def class_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What the class that `model_type` picks takes where a config is silent; llama's for what is not known here."""
+    entry = accepts.config_class(config) or {"defaults": {}}
+    known = accepts.table()["classes"]["llama"]["defaults"] | entry["defaults"]
+    return {key: value for key, value in known.items() if value is not None}
+
+
+def default_theta(config: Mapping[str, Any]) -> float:
+    """The RoPE base of a config that names none."""
+    entry = accepts.config_class(config)
+    return float(entry["theta"] if entry and entry["theta"] else 10000.0)
+
+
 def with_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
     """A decoder config with what transformers fills in where it is silent."""
-    defaults = QWEN3_DEFAULTS if config.get("model_type") == "qwen3" else LLAMA_DEFAULTS
-    full = {**defaults, **{key: value for key, value in config.items() if value is not None}}
+    full = class_defaults(config) | {key: value for key, value in config.items() if value is not None}
+    for key in ("num_key_value_heads", "head_dim"):
+        if key in config and config[key] is None:
+            # a null is worked out from the other keys, whatever the class's default
+            full.pop(key, None)
+    entry = accepts.config_class(config)
+    full |= entry["imposes"] if entry else {}
+    if config.get("model_type") == "llama4_text":
+        # the engine's draft class reads this key for that family
+        full["intermediate_size"] = full.get("intermediate_size_mlp", LLAMA4_WIDTH)
     full.setdefault("num_key_value_heads", full["num_attention_heads"])
     full.setdefault("head_dim", full["hidden_size"] // max(full["num_attention_heads"], 1))
     return full
@@ -58,13 +79,21 @@ def with_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def rope_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     """The rotary embedding a config asks for, in one form for the old keys and the new."""
-    new = config.get("rope_parameters")
-    rope = dict(new) if isinstance(new, Mapping) else dict(config.get("rope_scaling") or {})
-    rope.setdefault("rope_theta", config.get("rope_theta") or 10000.0)
+    # transformers takes the old key where a config has both
+    entry = accepts.config_class(config) or {"share": 1.0, "reads_rope": True, "rope": {}}
+    given = config.get("rope_scaling") or config.get("rope_parameters")
+    # an empty object is a plain embedding; without one the class may have a form of its own
+    rope = dict(entry["rope"] if given is None else given)
+    theta = config.get("rope_theta")
+    rope.setdefault("rope_theta", default_theta(config) if theta is None else theta)
+    if not entry["reads_rope"]:
+        rope = {"rope_theta": 10000.0}
     rope["rope_type"] = rope.get("rope_type") or rope.pop("type", None) or "default"
     rope.pop("type", None)
-    factor = config.get("partial_rotary_factor") or rope.get("partial_rotary_factor") or 1.0
+    factor = config.get("partial_rotary_factor") or rope.get("partial_rotary_factor") or entry["share"]
     rope["partial_rotary_factor"] = factor
+    if not config.get("rope_is_neox_style", True):
+        rope["rope_is_neox_style"] = False
     return {key: value for key, value in rope.items() if value is not None}
 
 
@@ -87,6 +116,20 @@ def num_aux_hidden_states(config: Mapping[str, Any]) -> int:
     return len(eagle_config(config).get("eagle_aux_hidden_state_layer_ids") or ()) or 3
 
 
+def fed_width(config: Mapping[str, Any]) -> int:
+    """Width of what the engine feeds the draft, by its config alone (the target's may be another)."""
+    full = with_defaults(config)
+    width = int(full.get("target_hidden_size", full["hidden_size"]))
+    if not uses_aux_hidden_state(full):
+        return width
+    return width * (len(eagle_config(full).get("eagle_aux_hidden_state_layer_ids") or ()) or 3)
+
+
+def skips_fc(config: Mapping[str, Any]) -> bool:
+    """Whether the engine leaves out fc and the norms before it: what it feeds is as wide as the embedding."""
+    return fed_width(config) == int(with_defaults(config)["hidden_size"])
+
+
 def norm_before_fc(config: Mapping[str, Any]) -> bool:
     """Whether the engine normalises the concatenated features before fc."""
     return bool(eagle_config(config).get("norm_before_fc", config.get("norm_before_fc", False)))
@@ -95,6 +138,11 @@ def norm_before_fc(config: Mapping[str, Any]) -> bool:
 def fc_norm(config: Mapping[str, Any]) -> bool:
     """Whether the engine normalises each feature before fc."""
     return bool(config.get("fc_norm") or config.get("use_aux_norm", False))
+
+
+def default_inputs(layers: int) -> list[int]:
+    """speculators' own choice of the target's layers, which is the engine's guess as well."""
+    return [2, layers // 2, layers - 3]
 
 
 def captured_inputs(config: Mapping[str, Any], layers: int | None, target_architecture: str | None) -> list[int] | None:
@@ -110,7 +158,8 @@ def captured_inputs(config: Mapping[str, Any], layers: int | None, target_archit
     own = eagle_config(config)
     if "eagle_aux_hidden_state_layer_ids" not in own or own["eagle_aux_hidden_state_layer_ids"] is None:
         # ids at the top level of the config are not read
-        return None if layers is None else [2, layers // 2, layers - 3]
+        later = int(target_architecture in DEFAULT_ONE_LATER)
+        return None if layers is None else [i + later for i in default_inputs(layers)]
     ids = [int(i) for i in own["eagle_aux_hidden_state_layer_ids"]]
     if target_architecture in SHIFT_IF_FIRST_IS_1 and ids and ids[0] != 1:
         return sorted(ids)
@@ -122,11 +171,33 @@ def captured_inputs(config: Mapping[str, Any], layers: int | None, target_archit
 
 def ids_that_capture(inputs: Sequence[int], layers: int | None, target_architecture: str | None) -> list[int] | None:
     """The layer ids that make the engine capture these inputs, written in a flat config; None if none do."""
-    for ids in ([i - 1 for i in inputs], list(inputs)):
+    swapped = [*inputs[1::-1], *inputs[2:]]
+    # a list that begins with 1 is shifted by every class, so the last of these names the layers another way round
+    for ids in ([i - 1 for i in inputs], list(inputs), swapped):
         config = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": ids}}
         if min(ids, default=0) >= 0 and captured_inputs(config, layers, target_architecture) == list(inputs):
             return ids
     return None
+
+
+def copied_from_serving(ids: Sequence[int], layers: int | None, target_architecture: str | None) -> int | None:
+    """Whether speculators ids look like a serving config's, copied as they are: the number of layers they fit, or None.
+
+    They do if they are what makes the engine feed speculators' default ([1, L/2 - 1, L - 4] for most classes). Without
+    the target's layers, L is taken from the last id.
+    """
+    counted = layers if layers is not None else (ids[-1] + 4 if ids else 0)
+    if counted < 8 or list(ids) == default_inputs(counted):
+        return None
+    # with the target unknown, the rule of most classes
+    right = ids_that_capture(default_inputs(counted), counted, target_architecture)
+    return counted if list(ids) == right else None
+
+
+def copied_from_training(ids: Sequence[int]) -> int | None:
+    """Whether serving ids look like speculators' default, copied as it is: the number of layers it fits, or None."""
+    counted = ids[-1] + 3 if ids else 0
+    return counted if counted >= 8 and list(ids) == default_inputs(counted) else None
 
 
 def parameters(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -152,7 +223,7 @@ def parameters(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         shapes["input_norm.weight"] = (width * aux,)
     if fc_norm(full):
         shapes |= {f"fc_norm.{k}.weight": (width,) for k in range(aux)}
-    for layer in range(int(full["num_hidden_layers"])):
+    for layer in range(min(int(full["num_hidden_layers"]), MOST_LAYERS)):
         entering = 2 * hidden if layer == 0 else hidden
         own = {
             "self_attn.q_proj.weight": (queries, entering),
@@ -185,6 +256,19 @@ def canonical_name(name: str) -> str:
     if "t2d" in name:
         return "t2d"
     return name.removeprefix("model.")
+
+
+def layer_of(name: str) -> int | None:
+    """The decoder layer a stored tensor belongs to, None for one outside the layers."""
+    found = re.match(r"layers\.(\d+)\.", canonical_name(name))
+    return int(found.group(1)) if found else None
+
+
+def computes_nothing(name: str) -> bool:
+    """Whether a tensor that is dropped is missed by nothing: tables rebuilt on start, copies of the verifier's own."""
+    return bool(
+        re.search(r"rotary_emb\.|\.(masked_)?bias$(?<=attn\.bias)|\.masked_bias$|(^|\.)verifier_(norm|lm_head)\.", name)
+    )
 
 
 def entering_norm(name: str) -> str | None:

@@ -18,15 +18,26 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from safetensors.numpy import save_file
 
 from eagle_trace.checkpoints import read_config
 from eagle_trace.errors import CheckpointError, OutputExistsError
-from eagle_trace_analysis.checkpoint.engine import ARCHITECTURE, canonical_name, entering_norm, ids_that_capture
-from eagle_trace_analysis.checkpoint.files import StoredTensor, open_checkpoint, stored_dtype
+from eagle_trace_analysis.checkpoint.accepts import config_class, fits, refusals
+from eagle_trace_analysis.checkpoint.engine import (
+    ARCHITECTURE,
+    canonical_name,
+    copied_from_serving,
+    default_inputs,
+    entering_norm,
+    ids_that_capture,
+)
+from eagle_trace_analysis.checkpoint.files import INDEX, Checkpoint, StoredTensor, open_checkpoint, stored_dtype
 
 #: where `export` puts the tensors that SGLang wants under a second name
 SECOND_NAMES = "hidden-norms.safetensors"
+#: where ModelOpt says how a draft is quantised
+QUANTISATION_FILE = "hf_quant_config.json"
 
 
 def read_speculators_config(draft: Path) -> dict[str, Any]:
@@ -76,8 +87,7 @@ def aux_layer_ids(config: Mapping[str, Any], target: Path | None) -> list[int]:
     if target is None:
         raise CheckpointError("the draft's config names no layer ids: give --target, whose layers the default counts")
     target_config = read_config(target)
-    layers = int(target_config.get("text_config", target_config)["num_hidden_layers"])
-    return [2, layers // 2, layers - 3]
+    return default_inputs(int(target_config.get("text_config", target_config)["num_hidden_layers"]))
 
 
 def sglang_config(
@@ -104,6 +114,9 @@ def sglang_config(
             "these; train with other layers"
         )
     flat = {key: value for key, value in config["transformer_layer_config"].items() if not key.startswith("_")}
+    types = (config_class({"model_type": "llama"}) or {"types": {}})["types"]
+    # a null where the class takes none stands for a key that is not there
+    flat = {key: value for key, value in flat.items() if value is not None or fits(None, types.get(key, "None"))}
     flat |= {
         "architectures": [ARCHITECTURE],
         "model_type": "llama",
@@ -118,7 +131,23 @@ def sglang_config(
         "fc_norm": bool(config.get("fc_norm", False)),
         "norm_output": bool(config.get("norm_output", False)),
     }
+    # a quantised draft says so at the top of the config, where SGLang looks too
+    flat |= {key: config[key] for key in ("quantization_config", "compression_config") if config.get(key)}
     return flat
+
+
+def doubtful_ids(ids: list[int], target: Mapping[str, Any] | None) -> list[str]:
+    """A sentence if the layer ids of a speculators config look copied from a serving config as they are."""
+    target = target or {}
+    layers = target.get("text_config", target).get("num_hidden_layers")
+    fitting = copied_from_serving(ids, layers, next(iter(target.get("architectures") or []), None))
+    if fitting is None:
+        return []
+    return [
+        f"the layer ids {ids} look copied from a serving config: SGLang's {ids} are the inputs of layers "
+        f"{default_inputs(fitting)}, the default for {fitting} layers. If the draft was trained on those, set "
+        f"eagle_aux_hidden_state_layer_ids to {default_inputs(fitting)} and export again"
+    ]
 
 
 def second_names(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
@@ -127,12 +156,29 @@ def second_names(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]
     return {new: replace(tensors[old], name=new) for old, new in found.items() if new and new not in tensors}
 
 
+def _write_weights(checkpoint: Checkpoint, out: Path) -> None:
+    """The files SGLang would load, as they are; torch's own as one safetensors file, beside which more can be laid."""
+    if any(file.suffix != ".safetensors" for file in checkpoint.files):
+        arrays = {name: np.ascontiguousarray(tensor.read()) for name, tensor in checkpoint.tensors.items()}
+        save_file(arrays, out / "model.safetensors", metadata={"format": "pt"})
+    else:
+        for file in checkpoint.files:
+            shutil.copyfile(file, out / file.name)
+        index = checkpoint.folder / INDEX
+        if index.is_file():
+            shutil.copyfile(index, out / INDEX)
+    modelopt = checkpoint.folder / QUANTISATION_FILE
+    if modelopt.is_file():
+        shutil.copyfile(modelopt, out / QUANTISATION_FILE)
+
+
 def _write_second_names(tensors: Mapping[str, StoredTensor], out: Path) -> None:
     extra = second_names(tensors)
     if not extra:
         return
     save_file({name: tensor.read() for name, tensor in extra.items()}, out / SECOND_NAMES)
-    for path in out.glob("*.safetensors.index.json"):
+    path = out / INDEX
+    if path.is_file():
         index = json.loads(path.read_text(encoding="utf-8"))
         index["weight_map"] |= dict.fromkeys(extra, SECOND_NAMES)
         path.write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
@@ -141,9 +187,9 @@ def _write_second_names(tensors: Mapping[str, StoredTensor], out: Path) -> None:
 def export(draft: Path, out: Path, *, target: Path | None = None, force: bool = False) -> list[str]:
     """Write SGLang's form of the speculators checkpoint `draft` into the folder `out`.
 
-    Weights are copied as they are: SGLang reads speculators' tensor names and d2t offsets, but for the norms of
-    `second_names`, which a further file holds. Returns what SGLang will compute differently all the same (empty unless
-    `force`).
+    Weights are copied as they are (a `.bin` becomes a safetensors file): SGLang reads speculators' tensor names and d2t
+    offsets, but for the norms of `second_names`, which a further file holds. Returns what to be warned of: layer ids
+    that look copied, and with `force` what SGLang will compute differently all the same.
 
     Raises:
         CheckpointError: `draft` is no EAGLE-3 speculators checkpoint, or SGLang cannot compute it and `force` is off.
@@ -156,20 +202,25 @@ def export(draft: Path, out: Path, *, target: Path | None = None, force: bool = 
             f"SGLang 0.5.23 cannot compute the draft {draft} as it was trained: {'; '.join(reasons)}. "
             "Retrain without it, or pass --force to export it all the same"
         )
-    weights = sorted(draft.glob("*.safetensors"))
-    if not weights:
-        raise CheckpointError(f"{draft} has no weights (*.safetensors)")
-    tensors = open_checkpoint(draft).tensors
+    checkpoint = open_checkpoint(draft)
+    tensors = checkpoint.tensors
     target_config = None if target is None else read_config(target)
     dtype = stored_dtype(tensors)
     if dtype is None:
         raise CheckpointError(f"{draft} holds no floating-point tensor")
-    flat = sglang_config(config, aux_layer_ids(config, target), dtype, target_config)
+    ids = aux_layer_ids(config, target)
+    flat = sglang_config(config, ids, dtype, target_config)
+    refused = refusals(flat)
+    if refused:
+        raise CheckpointError(
+            f"SGLang would stop at the config of {draft}: {'; '.join(refusal.why for refusal in refused)}"
+        )
+    if config.get("eagle_aux_hidden_state_layer_ids"):
+        reasons += doubtful_ids(ids, target_config)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise OutputExistsError(f"{out} exists: choose another folder")
     out.mkdir(parents=True, exist_ok=True)
-    for file in [*weights, *draft.glob("*.safetensors.index.json")]:
-        shutil.copyfile(file, out / file.name)
+    _write_weights(checkpoint, out)
     _write_second_names(tensors, out)
     # the config comes last: a folder without it is not taken for a checkpoint
     (out / "config.json").write_text(json.dumps(flat, indent=2) + "\n", encoding="utf-8")

@@ -1,4 +1,7 @@
-"""Checkpoint folders read without loading them: configs, safetensors headers, tensors in pieces.
+"""Checkpoint folders read without loading them: configs, headers of weight files, tensors in pieces.
+
+Which files of a folder count is SGLang's rule (`DefaultModelLoader._prepare_weights`): safetensors if there are any,
+else `.bin`, else `.pt`.
 
 Tensors are read with plain reads into one small buffer, not memory-mapped: mapped pages count as the
 process's memory
@@ -7,8 +10,10 @@ and would make a check of a large checkpoint look (and, under a memory limit, fa
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import struct
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +25,7 @@ from numpy.typing import NDArray
 
 from eagle_trace.checkpoints import read_config
 from eagle_trace.errors import CheckpointError
+from eagle_trace_analysis.checkpoint.torchfile import read_torch_file
 
 #: bytes of a tensor read at once
 PIECE_BYTES = 8 << 20
@@ -36,6 +42,13 @@ DTYPES: dict[str, np.dtype[Any]] = {
     "U8": np.dtype(np.uint8),
     "BOOL": np.dtype(np.bool_),
 }  # fmt: skip
+#: SGLang reads the first of these that matches anything
+PATTERNS = ("*.safetensors", "*.bin", "*.pt")
+#: what else torch saves beside a model (`filter_files_not_needed_for_inference`)
+NOT_WEIGHTS = ("*training_args.bin", "*optimizer.bin", "*optimizer.pt", "*scheduler.pt", "*scaler.pt")
+#: the one index SGLang reads
+INDEX = "model.safetensors.index.json"
+
 #: names as configs spell them
 DTYPE_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
@@ -48,6 +61,7 @@ class StoredTensor:
         name: as stored.
         dtype: safetensors' name of it (``BF16``).
         start, nbytes: its place in `file`.
+        strides: in elements; None where the elements lie in order, as safetensors always has them.
     """
 
     name: str
@@ -56,6 +70,7 @@ class StoredTensor:
     file: Path
     start: int
     nbytes: int
+    strides: tuple[int, ...] | None = None
 
     @property
     def size(self) -> int:
@@ -73,10 +88,15 @@ class StoredTensor:
         Raises:
             CheckpointError: the dtype has no numpy form, or the file ends early.
         """
+        if self.strides is not None:
+            return self._gathered()
         return self._read(0, self.nbytes).reshape(self.shape)
 
     def rows(self, indices: Sequence[int] | NDArray[np.int64]) -> NDArray[Any]:
         """Some rows of a matrix [len(indices), columns], in the order asked for."""
+        if self.strides is not None:
+            picked: NDArray[Any] = self._gathered()[np.asarray(indices)]
+            return picked
         width = self.nbytes // self.shape[0]
         out = np.empty((len(indices), width), np.uint8)
         with self.file.open("rb") as file:
@@ -90,6 +110,11 @@ class StoredTensor:
         """The tensor, flat, in pieces of at most `elements`; a piece is valid until the next is asked for."""
         dtype = self._numpy_dtype()
         step = (elements or PIECE_BYTES // dtype.itemsize) * dtype.itemsize
+        if self.strides is not None:
+            flat = self._gathered().reshape(-1)
+            for start in range(0, self.size, step // dtype.itemsize):
+                yield flat[start : start + step // dtype.itemsize]
+            return
         buffer = np.empty(min(step, self.nbytes), np.uint8)
         with self.file.open("rb", buffering=0) as file:
             file.seek(self.start)
@@ -104,6 +129,14 @@ class StoredTensor:
                     done += got
                 left -= len(part)
                 yield part.view(dtype)
+
+    def _gathered(self) -> NDArray[Any]:
+        """A tensor whose elements do not lie in order (torch saves a transposed matrix so), whole and in order."""
+        dtype, strides = self._numpy_dtype(), self.strides or ()
+        span = 1 + sum((axis - 1) * stride for axis, stride in zip(self.shape, strides, strict=True))
+        flat = self._read(0, span * dtype.itemsize)
+        spread = np.lib.stride_tricks.as_strided(flat, self.shape, [stride * dtype.itemsize for stride in strides])
+        return np.ascontiguousarray(spread)
 
     def _numpy_dtype(self) -> np.dtype[Any]:
         if self.dtype not in DTYPES:
@@ -123,17 +156,24 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A folder with a config and safetensors weights.
+    """A folder with a config and weights.
 
     Attributes:
         tensors: by stored name.
-        unlisted: weight files beside an index that does not name them; SGLang skips these.
+        unlisted: weight files that SGLang skips: not named by the index, or of a kind it only reads alone.
+        repeated: names that more than one file holds; which one SGLang keeps is chance.
     """
 
     folder: Path
     config: Mapping[str, Any]
     tensors: Mapping[str, StoredTensor]
     unlisted: tuple[str, ...] = ()
+    repeated: tuple[str, ...] = ()
+
+    @property
+    def files(self) -> list[Path]:
+        """The files that hold the tensors."""
+        return sorted({tensor.file for tensor in self.tensors.values()})
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:
@@ -143,43 +183,94 @@ def open_checkpoint(folder: Path) -> Checkpoint:
         CheckpointError: something is missing or damaged; the message says what.
     """
     config = read_config(folder)
-    files, unlisted = _weight_files(folder)
-    tensors: dict[str, StoredTensor] = {}
-    for file in files:
-        tensors |= {tensor.name: tensor for tensor in read_header(file)}
-    if not tensors:
+    files, unlisted = weight_files(folder)
+    stored = [tensor for file in files for tensor in read_header(file)]
+    if not stored:
         raise CheckpointError(f"{folder} holds no tensors")
-    return Checkpoint(folder, config, tensors, unlisted)
+    counts = Counter(tensor.name for tensor in stored)
+    repeated = tuple(name for name, count in counts.items() if count > 1)
+    return Checkpoint(folder, config, {tensor.name: tensor for tensor in stored}, unlisted, repeated)
 
 
-def _weight_files(folder: Path) -> tuple[list[Path], tuple[str, ...]]:
-    present = sorted(folder.glob("*.safetensors"))
-    indices = sorted(folder.glob("*.safetensors.index.json"))
-    if not present and not indices:
-        raise CheckpointError(f"{folder} has no weights (*.safetensors)")
-    if not indices:
-        return present, ()
+def has_weights(folder: Path) -> bool:
+    """Whether a folder holds files that SGLang would take for weights."""
+    return bool(_present(folder)[0])
+
+
+def _present(folder: Path) -> tuple[list[Path], list[Path]]:
+    """The weight files of the kind SGLang reads, and those of the kinds it then leaves."""
+    kinds = [sorted(folder.glob(pattern)) for pattern in PATTERNS]
+    taken = next((kind for kind in kinds if kind), [])
+    left = [file for kind in kinds if kind is not taken for file in kind]
+    taken, left = (
+        [file for file in some if not any(fnmatch.fnmatch(file.name, one) for one in NOT_WEIGHTS)]
+        for some in (taken, left)
+    )
+    return taken, left
+
+
+def weight_files(folder: Path) -> tuple[list[Path], tuple[str, ...]]:
+    """The files SGLang loads, and the names of those beside them that it skips.
+
+    Raises:
+        CheckpointError: there are none, or the index names one that is not there.
+    """
+    present, left = _present(folder)
+    skipped = tuple(file.name for file in left)
+    index = folder / INDEX
+    if present and present[0].suffix != ".safetensors":
+        return present, skipped
+    if not index.is_file():
+        if not present:
+            raise CheckpointError(_no_weights(folder))
+        if [file.name for file in present] == ["consolidated.safetensors", "model.safetensors"]:
+            return present[1:], ("consolidated.safetensors", *skipped)
+        return present, skipped
+    listed = _listed(folder, index)
+    return (
+        [folder / name for name in listed],
+        (*(file.name for file in present if file.name not in listed), *skipped),
+    )
+
+
+def _listed(folder: Path, index: Path) -> list[str]:
     try:
-        weight_map = json.loads(indices[0].read_text(encoding="utf-8"))["weight_map"]
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         listed = sorted({str(name) for name in weight_map.values()})
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(
-            f"{indices[0]} is no index of safetensors files: it needs a JSON object with weight_map"
+            f"{index} is no index of safetensors files: it needs a JSON object with weight_map"
         ) from error
     for name in listed:
         if Path(name).name != name:
-            raise CheckpointError(f"{indices[0]} names {name!r}, which is not a file beside it")
+            raise CheckpointError(f"{index} names {name!r}, which is not a file beside it")
         if not (folder / name).is_file():
             raise CheckpointError(f"{folder} is incomplete: its index names {name}, which is not there")
-    return [folder / name for name in listed], tuple(p.name for p in present if p.name not in listed)
+    return listed
+
+
+def _no_weights(folder: Path) -> str:
+    other = sorted(file.name for pattern in ("*.gguf", "*.pth", "*.ckpt", "*.npz") for file in folder.glob(pattern))
+    if any(name.endswith(".gguf") for name in other):
+        return (
+            f"{folder} holds its weights as GGUF ({other[0]}), which this command does not read: check the folder it "
+            "was converted from"
+        )
+    found = f" (only {', '.join(other[:3])}, which SGLang does not load)" if other else ""
+    return f"{folder} has no weights: SGLang loads *.safetensors, else *.bin, else *.pt{found}"
 
 
 def read_header(file: Path) -> list[StoredTensor]:
-    """The tensors of one safetensors file, every offset checked against the file's size.
+    """The tensors of one weight file, every offset checked against the file's size.
 
     Raises:
-        CheckpointError: the file is truncated or not in safetensors format.
+        CheckpointError: the file is truncated or not in the format its name says.
     """
+    if file.suffix != ".safetensors":
+        return [
+            StoredTensor(one.name, one.dtype, one.shape, file, one.start, one.nbytes, one.strides)
+            for one in read_torch_file(file)
+        ]
     try:
         size = file.stat().st_size
         with file.open("rb") as stream:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -109,6 +109,12 @@ class CheckResult:
             ],
             "exit_status": self.exit_status,
         }
+
+
+def listed(names: Iterable[str], most: int = 6) -> str:
+    """Names, shortened to the first few."""
+    names = list(names)
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def passed(name: str, cause: str, evidence: str) -> Finding:

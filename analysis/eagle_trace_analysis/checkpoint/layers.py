@@ -1,79 +1,14 @@
-"""Checks on the target features: how many layers, how wide, which."""
+"""Checks on the target features: which layers."""
 
 from __future__ import annotations
 
 from eagle_trace_analysis.checkpoint import engine
 from eagle_trace_analysis.checkpoint.finding import Finding, failed, passed, skipped, warned
 from eagle_trace_analysis.checkpoint.subject import Subject
+from eagle_trace_analysis.checkpoint.width import feeds_one
 
 SINGLE = "single-layer-features"
 SHIFTED, DEFAULTED = "layer-ids-shifted", "layer-ids-default"
-
-
-def check_aux(subject: Subject) -> Finding:
-    """Whether the engine captures several layers for this draft at all."""
-    if not engine.uses_aux_hidden_state(subject.served):
-        return failed(
-            "aux-hidden-state",
-            SINGLE,
-            "eagle_config.use_aux_hidden_state is false: the engine feeds one target layer, its width "
-            "equals the embedding's, and fc is skipped",
-            "set eagle_config.use_aux_hidden_state to true",
-        )
-    return passed(
-        "aux-hidden-state",
-        SINGLE,
-        "the engine captures several target layers (with --speculative-algorithm EAGLE3)",
-    )
-
-
-def check_fc(subject: Subject) -> Finding:
-    """fc's width against the number of layers times the target's width."""
-    name = "fc-width"
-    if "target_hidden_size" in subject.served and subject.served["target_hidden_size"] is None:
-        return failed(
-            name,
-            SINGLE,
-            "target_hidden_size is null, which the engine multiplies by the number of layers",
-            "remove the key, or give the target's width",
-        )
-    stored = subject.tensors.get("fc.weight")
-    if stored is None:
-        return skipped(name, SINGLE, "there is no fc.weight")
-    hidden, width = (
-        int(subject.full["hidden_size"]),
-        int(subject.full.get("target_hidden_size", subject.full["hidden_size"])),
-    )
-    aux = engine.num_aux_hidden_states(subject.full)
-    shape, wanted = list(stored.shape), [hidden, width * aux]
-    if shape != wanted:
-        fits = len(shape) == 2 and shape[0] == hidden and shape[1] % width == 0
-        return failed(
-            name,
-            SINGLE,
-            f"fc.weight is {shape}, but {aux} layers of width {width} need {wanted}",
-            f"the weights were trained on {shape[1] // width} layer(s): name that many layer ids"
-            if fits
-            else "set hidden_size and target_hidden_size as trained",
-        )
-    if width * aux == hidden:
-        return failed(
-            name,
-            SINGLE,
-            f"one layer of width {width}: its width equals the embedding's ({hidden}), so the engine skips "
-            "fc without a word",
-            "train on several layers",
-        )
-    theirs = subject.target.config.get("hidden_size") if subject.target else None
-    if theirs is not None and theirs != width:
-        return failed(
-            name,
-            SINGLE,
-            f"fc takes {aux} layers of width {width}, the target's width is {theirs}",
-            f"set target_hidden_size to {theirs} if the draft was trained for this target",
-        )
-    other = "" if theirs is not None else " (not compared with the target: no --target)"
-    return passed(name, SINGLE, f"fc.weight is {shape}: {aux} layers of width {width}{other}")
 
 
 def check_layer_ids(subject: Subject) -> Finding:
@@ -81,6 +16,10 @@ def check_layer_ids(subject: Subject) -> Finding:
     name = "layer-ids"
     if subject.is_speculators:
         return _of_speculators(subject)
+    if not engine.uses_aux_hidden_state(subject.served):
+        return passed(name, SHIFTED, "use_aux_hidden_state is false: the engine captures no layer and reads no ids")
+    if feeds_one(subject):
+        return skipped(name, SHIFTED, "not checked: a head of one feature names no layers (see aux-hidden-state)")
     fault = _cannot_capture(subject)
     if fault is not None:
         return fault
@@ -99,13 +38,23 @@ def check_layer_ids(subject: Subject) -> Finding:
             "name the trained ids less one in eagle_config.eagle_aux_hidden_state_layer_ids, or pass "
             "--reference to compare",
         )
+    if subject.target is None and engine.copied_from_training(given) is not None:
+        layers = engine.copied_from_training(given)
+        return warned(
+            name,
+            SHIFTED,
+            f"ids {given} are speculators' default for a target of {layers} layers; the engine's id i is the output of "
+            f"layer i, so most target classes feed the inputs of layers {inputs}",
+            f"if the draft was trained on the inputs of layers {given}, write {[i - 1 for i in given]}; give --target "
+            "to have the rule of its class",
+        )
     if subject.target is None:
         return skipped(
             name,
             SHIFTED,
             f"ids {given}: whether they are the trained ones needs --reference, whether they look copied --target",
         )
-    default = [2, subject.target.layers // 2, subject.target.layers - 3]
+    default = engine.default_inputs(subject.target.layers)
     if inputs == [i + 1 for i in default]:
         right = engine.ids_that_capture(default, subject.target.layers, subject.target_architecture)
         fix = f"if the draft was trained on speculators' default {default}, write {right}"
@@ -167,32 +116,49 @@ def _of_speculators(subject: Subject) -> Finding:
             "retrain with ids from 1 on",
         )
     inputs = engine.captured_inputs(subject.served, subject.target_layers, subject.target_architecture)
-    exported = [i - 1 for i in ids]
+    exported = engine.eagle_config(subject.served).get("eagle_aux_hidden_state_layer_ids")
     if inputs != ids:
-        right = engine.ids_that_capture(ids, subject.target_layers, subject.target_architecture)
         return failed(
             name,
             SHIFTED,
-            f"trained on the inputs of layers {ids}; exported as {exported}, but the target class "
-            f"{subject.target_architecture} does not shift a list that "
-            f"starts so, and would feed the inputs of {inputs}",
-            f"after the export set eagle_aux_hidden_state_layer_ids to {right}"
-            if right
-            else "no list makes this target class capture these layers: retrain with others",
+            f"trained on the inputs of layers {ids}: {subject.target_architecture} has no list of ids for them",
+            "retrain with other layers: no list makes this target class capture these",
         )
     fault = _cannot_capture(subject)
     if fault is not None:
         return fault
+    doubt = _doubtful_training(subject, ids) if named else ""
+    if doubt:
+        return warned(name, SHIFTED, f"{doubt}; `eagle-trace export` writes {exported}", _doubtful_fix(subject, ids))
     return passed(
         name,
         SHIFTED,
         f"trained on the inputs of layers {ids}{'' if named else ' (the default)'}; SGLang counts outputs, "
-        f"so `eagle-trace export` writes {exported}"
+        f"so `eagle-trace export{' --target' if subject.target else ''}` writes {exported}"
         + (
             ""
             if subject.target
             else " (for target classes that shift every list; DeepSeek's kin do not: give --target)"
         ),
+    )
+
+
+def _doubtful_training(subject: Subject, ids: list[int]) -> str:
+    """Why the ids of the speculators config may not be those of the training; empty if nothing speaks for it."""
+    layers = engine.copied_from_serving(ids, subject.target_layers, subject.target_architecture)
+    if layers is None:
+        return ""
+    return (
+        f"the speculators config names the layers {ids}, which look copied from a serving config as they are: SGLang's "
+        f"ids {ids} are the inputs of layers {engine.default_inputs(layers)}, the default for {layers} layers"
+    )
+
+
+def _doubtful_fix(subject: Subject, ids: list[int]) -> str:
+    layers = engine.copied_from_serving(ids, subject.target_layers, subject.target_architecture) or 0
+    return (
+        f"if the draft was trained on the default, set eagle_aux_hidden_state_layer_ids of the speculators config to "
+        f"{engine.default_inputs(layers)}; if it was trained on the inputs of layers {ids}, nothing"
     )
 
 
@@ -204,6 +170,9 @@ def _against_training(subject: Subject, given: list[int] | None, inputs: list[in
         if right
         else "no list makes the engine capture these layers: retrain with others"
     )
+    doubt = _doubtful_training(subject, trained)
+    if doubt:
+        return _against_doubtful(subject, given, inputs, doubt)
     if inputs is None:
         return warned(name, DEFAULTED, f"eagle_config names no layer ids, the draft was trained on {trained}", fix)
     if inputs == trained:
@@ -228,4 +197,25 @@ def _against_training(subject: Subject, given: list[int] | None, inputs: list[in
         SHIFTED,
         f"ids {given}{copied} make the engine feed the inputs of layers {inputs}, trained were {trained}",
         fix,
+    )
+
+
+def _against_doubtful(subject: Subject, given: list[int] | None, inputs: list[int] | None, doubt: str) -> Finding:
+    """The served ids where the reference's own look copied: the reference cannot tell which of the two is right."""
+    trained = subject.trained_ids or []
+    fed = f"; this draft's ids {given} make the engine feed the inputs of layers {inputs}" if given else ""
+    if given == trained:
+        fed += ", which is right if the reference's were copied from here"
+    layers = engine.copied_from_serving(trained, subject.target_layers, subject.target_architecture) or 0
+    default = engine.default_inputs(layers)
+    right = [
+        engine.ids_that_capture(inputs, subject.target_layers, subject.target_architecture)
+        for inputs in (default, trained)
+    ]
+    return warned(
+        "layer-ids",
+        SHIFTED,
+        f"in the reference, {doubt}{fed}",
+        f"if the draft was trained on the default {default}, its ids should be {right[0]} and the reference should say "
+        f"{default}; if it was trained on the inputs of layers {trained}, its ids should be {right[1]}",
     )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
@@ -17,8 +19,14 @@ BITS: dict[str, tuple[type[np.unsignedinteger], int, int]] = {
     "F16": (np.uint16, 0x7FFF, 0x7C00),
     "F32": (np.uint32, 0x7FFFFFFF, 0x7F800000),
     "F64": (np.uint64, 0x7FFFFFFFFFFFFFFF, 0x7FF0000000000000),
+    # this format has one NaN and no Inf
+    "F8_E4M3": (np.uint8, 0x7F, 0x7F),
+    "F8_E5M2": (np.uint8, 0x7F, 0x7C),
 }
-FLOATS = {"F16": np.float16, "F32": np.float32, "F64": np.float64}
+FLOATS: dict[str, Any] = {
+    "F16": np.float16, "F32": np.float32, "F64": np.float64,
+    "F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E5M2": ml_dtypes.float8_e5m2,
+}  # fmt: skip
 
 #: with fewer values a lightly trained matrix cannot be told from a fresh one
 LEAST_SAMPLE = 1 << 18
@@ -43,6 +51,11 @@ class Scan:
     largest: float
     rows: int
     zero_rows: int
+
+
+def can_scan(tensor: StoredTensor) -> bool:
+    """Whether the values of a tensor can be told to be finite or not."""
+    return tensor.dtype in BITS and tensor.size > 0
 
 
 def scan(tensor: StoredTensor) -> Scan:

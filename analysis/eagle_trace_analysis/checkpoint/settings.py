@@ -4,34 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from eagle_trace_analysis.checkpoint import engine
+from eagle_trace_analysis.checkpoint import accepts, engine
 from eagle_trace_analysis.checkpoint.files import DTYPE_NAMES, stored_dtype
 from eagle_trace_analysis.checkpoint.finding import Finding, failed, passed, skipped, warned
+from eagle_trace_analysis.checkpoint.quantised import is_packed, spoken_for
 from eagle_trace_analysis.checkpoint.scan import Scan
 from eagle_trace_analysis.checkpoint.subject import Subject
 
 ASK = "the training config is not known: give --reference, the speculators folder it came from"
 LARGEST_FLOAT16 = 65504.0
-
-
-def check_format(subject: Subject) -> Finding:
-    """Whether the engine would take the folder for an EAGLE-3 draft."""
-    if subject.is_speculators:
-        return passed(
-            "format",
-            "",
-            "speculators format; everything below is about the folder `eagle-trace export` makes of it for "
-            f"{engine.ENGINE}",
-        )
-    architectures = subject.served.get("architectures") or []
-    if architectures[:1] != [engine.ARCHITECTURE]:
-        return failed(
-            "format",
-            "",
-            f"architectures is {architectures}: the engine would not load it as an EAGLE-3 draft",
-            f'set architectures to ["{engine.ARCHITECTURE}"]',
-        )
-    return passed("format", "", f"SGLang format ({engine.ARCHITECTURE})")
 
 
 def check_residual_norm(subject: Subject) -> Finding:
@@ -127,37 +108,6 @@ def check_norm_output(subject: Subject) -> Finding:
     return passed(name, cause, f"norm_output is {str(served).lower()} on both sides")
 
 
-def check_decoder(subject: Subject) -> Finding:
-    """What the decoder layer must be for the engine's class: a llama layer with silu and no biases."""
-    source = subject.trained_layer or subject.full
-    problems = []
-    kind = source.get("model_type", "llama")
-    if kind != "llama":
-        problems.append(f"the decoder layer is {kind}, the engine computes llama layers")
-    if source["hidden_act"] != "silu" or subject.full["hidden_act"] != "silu":
-        problems.append(
-            f"the activation is {source['hidden_act']}, served as {subject.full['hidden_act']}: the engine "
-            "has silu only"
-        )
-    extra = [
-        n
-        for n in subject.tensors
-        if n.endswith((".q_norm.weight", ".k_norm.weight", ".bias")) and n not in engine.parameters(subject.served)
-    ]
-    if extra:
-        problems.append(f"the engine drops {', '.join(extra[:4])}")
-    elif source["attention_bias"] or source["mlp_bias"]:
-        problems.append("the config asks for biases, of which the engine has none in q, k, v and the MLP")
-    if problems:
-        return failed(
-            "decoder-layer",
-            "weights-dropped",
-            "; ".join(problems),
-            "retrain with a llama layer (silu, no biases, no q/k norms)",
-        )
-    return passed("decoder-layer", "weights-dropped", "a llama layer with silu and no biases, as the engine computes")
-
-
 def check_rope(subject: Subject) -> Finding:
     """Rotary embedding against the training."""
     name, cause, served = "rope", "rope-theta", engine.rope_settings(subject.full)
@@ -193,7 +143,7 @@ def check_eps(subject: Subject) -> Finding:
 
 def check_max_position(subject: Subject) -> Finding:
     """`max_position_embeddings` against the training's and the target's."""
-    name, cause, served = "max-position", "max-position", int(subject.full["max_position_embeddings"])
+    name, cause, served = "max-position", "max-position", accepts.positions(subject.full) or 0
     if subject.trained_layer is not None and served < int(subject.trained_layer["max_position_embeddings"]):
         trained = subject.trained_layer["max_position_embeddings"]
         return failed(
@@ -202,13 +152,15 @@ def check_max_position(subject: Subject) -> Finding:
             f"max_position_embeddings is {served}, trained {trained}",
             f"set max_position_embeddings to {trained}",
         )
-    theirs = subject.target.config.get("max_position_embeddings") if subject.target else None
+    theirs = accepts.positions(subject.target.config) if subject.target else None
     if theirs is not None and served < theirs:
         return warned(
             name,
             cause,
-            f"the draft has positions up to {served}, the target up to {theirs}: drafts collapse past {served}",
-            f"raise max_position_embeddings to {theirs}, or keep requests shorter",
+            f"the draft has positions up to {served}, the target up to {theirs}: {engine.ENGINE} does not start with "
+            f"the target's own length, and drafts collapse past {served}",
+            f"serve with --context-length {served}; or set SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN=1 and keep "
+            f"requests shorter; or raise max_position_embeddings to {theirs} if it was trained so",
         )
     against = "the target's" if theirs is not None else "the training's" if subject.trained_layer else ""
     if not against:
@@ -256,6 +208,12 @@ def check_vocabulary(subject: Subject) -> Finding:
     vocabulary, own = int(subject.full["vocab_size"]), subject.served.get("draft_vocab_size")
     head, embedding = subject.tensors.get("lm_head.weight"), subject.tensors.get("embed_tokens.weight")
     rows = f", its head has {head.shape[0]:,} rows" if head is not None else ""
+    if own is None and head is None and "draft_vocab_size" in subject.served and "d2t" not in subject.tensors:
+        return passed(
+            name,
+            cause,
+            "draft_vocab_size is null and the draft has no head of its own: the engine gives it the target's",
+        )
     if own is None:
         number = head.shape[0] if head is not None else "the number of draft ids"
         return failed(
@@ -295,12 +253,14 @@ def check_vocabulary(subject: Subject) -> Finding:
 
 def check_dtype(subject: Subject, scans: Mapping[str, Scan]) -> Finding:
     """What the weights are stored in, what the config says, and what the target computes in."""
-    floats = sorted({DTYPE_NAMES[t.dtype] for t in subject.tensors.values() if t.is_float})
+    plain = {name: t for name, t in subject.tensors.items() if t.is_float and not spoken_for(name)}
+    floats = sorted({DTYPE_NAMES[t.dtype] for t in plain.values()})
+    quantised = sorted({t.dtype for t in subject.tensors.values() if is_packed(t)})
     stored, said = (
-        stored_dtype(subject.tensors),
+        stored_dtype(plain),
         subject.served.get("dtype") or subject.served.get("torch_dtype"),
     )
-    largest = max((scan.largest for scan in scans.values()), default=0.0)
+    largest = max((scan.largest for name, scan in scans.items() if name in plain), default=0.0)
     fix = "serve with --dtype as the target's, or store the draft so"
     # with no dtype named, and for float32, SGLang's --dtype auto takes float16
     served = "float16" if said in (None, "float32") else str(said)
@@ -323,4 +283,5 @@ def check_dtype(subject: Subject, scans: Mapping[str, Scan]) -> Finding:
             f'set "dtype" to "{stored}"',
         )
     mixed = f" ({', '.join(floats)} stored, cast on loading)" if floats != [said] else ""
+    mixed += f", and quantised matrices as {', '.join(quantised)}" if quantised else ""
     return passed("dtype", "rounding", f"{said}{mixed}, largest magnitude {largest:.3g}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -11,13 +11,19 @@ from typing import Any
 from eagle_trace.checkpoints import read_config
 from eagle_trace.errors import CheckpointError
 from eagle_trace_analysis.checkpoint import engine
+from eagle_trace_analysis.checkpoint.accepts import SIZES, refusals, repaired
+from eagle_trace_analysis.checkpoint.accepts import config_class as accepts_class
 from eagle_trace_analysis.checkpoint.export import aux_layer_ids, second_names, sglang_config
 from eagle_trace_analysis.checkpoint.files import (
     Checkpoint,
     StoredTensor,
+    has_weights,
     open_checkpoint,
     stored_dtype,
 )
+from eagle_trace_analysis.checkpoint.kinds import Kind, recognise
+from eagle_trace_analysis.checkpoint.refusal import Refusal
+from eagle_trace_analysis.checkpoint.target_classes import is_known, target_class
 
 
 @dataclass(frozen=True)
@@ -36,7 +42,7 @@ class Target:
     @cached_property
     def checkpoint(self) -> Checkpoint | None:
         """Headers of the weights; None if the folder has none (a config alone is enough for most checks)."""
-        if not any(self.folder.glob("*.safetensors")):
+        if not has_weights(self.folder):
             return None
         return open_checkpoint(self.folder)
 
@@ -70,6 +76,7 @@ class Subject:
         served: flat config as the engine reads it (of a speculators draft: what `eagle-trace export` writes).
         trained: speculators config, from the draft itself or its reference; None if neither has one.
         trained_ids: layer ids of the training (inputs of layers), None if not to be known.
+        refused: what the engine's config loader stops at; `served` is without it.
     """
 
     checkpoint: Checkpoint
@@ -79,6 +86,14 @@ class Subject:
     trained_ids: list[int] | None
     target: Target | None
     reference: Checkpoint | None
+    refused: Sequence[Refusal] = ()
+
+    @property
+    def has_sizes(self) -> bool:
+        """Whether the sizes are there that every check of a shape needs."""
+        # the others of SIZES follow from these
+        needed = SIZES[:8]
+        return all(refusal.key not in needed or self.served.get(refusal.key) for refusal in self.refused)
 
     @cached_property
     def full(self) -> dict[str, Any]:
@@ -94,6 +109,11 @@ class Subject:
     def tensors(self) -> dict[str, StoredTensor]:
         """Stored tensors by speculators' names; of two with one name the last, as on loading."""
         return {engine.canonical_name(tensor.name): tensor for tensor in self.checkpoint.tensors.values()}
+
+    @cached_property
+    def kind(self) -> Kind | None:
+        """What the folder holds if not an EAGLE-3 draft of the class known here."""
+        return None if self.is_speculators else recognise(self.tensors, self.served)
 
     @property
     def target_architecture(self) -> str | None:
@@ -139,12 +159,11 @@ def open_target(folder: Path) -> Target:
     for outer in ("tie_word_embeddings", "dtype", "torch_dtype"):
         if outer in config:
             own.setdefault(outer, config[outer])
-    if own.get("model_type") in ("llama", "qwen3"):
+    if accepts_class(own) is not None:
         # the defaults of other families are not known here: what their config omits is not compared
         own = engine.with_defaults(own)
     # a multimodal target is registered under the outer class
-    architectures = config.get("architectures") or own.get("architectures") or [None]
-    return Target(folder, own, architectures[0])
+    return Target(folder, own, target_class(config.get("architectures") or own.get("architectures")))
 
 
 def open_subject(draft: Path, target: Path | None, reference: Path | None) -> Subject:
@@ -165,13 +184,20 @@ def open_subject(draft: Path, target: Path | None, reference: Path | None) -> Su
             trained = candidate.config
             ids = _trained_ids(trained, target)
     if is_speculators(checkpoint.config):
-        served = _as_exported(checkpoint, ids)
-        return Subject(checkpoint, "speculators", served, trained, ids, known_target, other)
-    _need_numbers(draft, checkpoint.config)
-    architecture = (checkpoint.config.get("architectures") or [None])[0]
-    if architecture not in (engine.ARCHITECTURE, None) and "eagle3" in architecture.lower():
-        raise CheckpointError(f"{draft} is for the class {architecture}: this command knows {engine.ARCHITECTURE} only")
-    return Subject(checkpoint, "sglang", checkpoint.config, trained, ids, known_target, other)
+        served, kind = _as_exported(checkpoint, ids, known_target), "speculators"
+    else:
+        served, kind = dict(checkpoint.config), "sglang"
+        _refuse_other_layers(draft, served)
+    refused = refusals(served)
+    return Subject(checkpoint, kind, repaired(served), trained, ids, known_target, other, refused)
+
+
+def _refuse_other_layers(draft: Path, config: Mapping[str, Any]) -> None:
+    """Refuse a draft for another EAGLE-3 class of the engine's: its layer is another one."""
+    names = config.get("architectures")
+    name = names[0] if isinstance(names, list) and names else None
+    if isinstance(name, str) and name != engine.ARCHITECTURE and "eagle3" in name.lower() and is_known(name):
+        raise CheckpointError(f"{draft} is for the class {name}: this command knows {engine.ARCHITECTURE} only")
 
 
 def _open_exported(folder: Path) -> Checkpoint:
@@ -234,12 +260,15 @@ def _trained_ids(config: Mapping[str, Any], target: Path | None) -> list[int] | 
         ) from error
 
 
-def _as_exported(checkpoint: Checkpoint, ids: list[int] | None) -> dict[str, Any]:
+def _as_exported(checkpoint: Checkpoint, ids: list[int] | None, target: Target | None) -> dict[str, Any]:
     config = checkpoint.config
     # ids that cannot be written down are the layer-ids check's to report; any others stand in for them here
     writable = ids if ids and min(ids) >= 1 else list(range(1, 1 + len(ids or (1, 2, 3))))
     full = {"draft_vocab_size": 32000, **config, "transformer_layer_config": nested_config(config)}
-    served = sglang_config(full, writable, stored_dtype(checkpoint.tensors) or "float32")
+    seen: dict[str, Any] = {}
+    if target and engine.ids_that_capture(writable, target.layers, target.architecture) is not None:
+        seen = {"architectures": [target.architecture], "num_hidden_layers": target.layers}
+    served = sglang_config(full, writable, stored_dtype(checkpoint.tensors) or "float32", seen)
     if ids is None or writable != ids:
         served["eagle_config"] = {
             k: v for k, v in served["eagle_config"].items() if k != "eagle_aux_hidden_state_layer_ids"

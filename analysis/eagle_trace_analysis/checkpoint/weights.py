@@ -1,148 +1,24 @@
-"""Checks on the tensors: what is loaded, what is left, and what the numbers look like."""
+"""Checks on the tensors' numbers: finite, zero, as if never trained, equal to the target's."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from difflib import SequenceMatcher
-from typing import Any
+from collections.abc import Callable, Mapping
 
 import numpy as np
 from numpy.typing import NDArray
 
-from eagle_trace_analysis.checkpoint import engine
 from eagle_trace_analysis.checkpoint.files import StoredTensor, as_float32
-from eagle_trace_analysis.checkpoint.finding import Finding, failed, passed, skipped, warned
+from eagle_trace_analysis.checkpoint.finding import Finding, failed, listed, passed, skipped, warned
+from eagle_trace_analysis.checkpoint.names import keeps_own_embedding
+from eagle_trace_analysis.checkpoint.quantised import is_packed
 from eagle_trace_analysis.checkpoint.scan import Scan, looks_initial
 from eagle_trace_analysis.checkpoint.subject import Subject
 
 #: rows compared of a matrix too large to compare whole
 SAMPLE_ROWS = 2048
 
-#: names another check speaks about, so that one fault is one finding
-ELSEWHERE = ("fc_norm.", "input_norm.", "q_norm", "k_norm", ".bias")
 
-
-def listed(names: Iterable[str], most: int = 6) -> str:
-    """Names, shortened to the first few."""
-    names = list(names)
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
-
-
-def check_names(subject: Subject) -> Finding:
-    """Stored keys the serving class would drop without a word."""
-    known = engine.parameters(subject.served)
-    tied = "lm_head.weight" not in known
-    dropped = [
-        name
-        for name in subject.checkpoint.tensors
-        if not engine.destinations(name, known)
-        and not any(part in engine.canonical_name(name) for part in ELSEWHERE)
-        and not (tied and engine.canonical_name(name) == "lm_head.weight")
-    ]
-    name, cause = "weight-names", "weights-dropped"
-    if dropped:
-        return failed(
-            name,
-            cause,
-            f"{engine.ENGINE} drops {len(dropped)} of {len(subject.checkpoint.tensors)} tensors without a "
-            f"word: {listed(dropped)}",
-            f"rename them to what {engine.ARCHITECTURE} loads: {_suggest(subject, dropped, known)}",
-        )
-    if subject.checkpoint.unlisted:
-        files = listed(subject.checkpoint.unlisted)
-        return warned(
-            name,
-            cause,
-            f"the index does not name {files}, so SGLang loads nothing from there",
-            "put every file into the index, or delete the file",
-        )
-    doubled = len(subject.checkpoint.tensors) - len(subject.tensors)
-    if doubled:
-        twice = [t for t in subject.checkpoint.tensors if subject.tensors[engine.canonical_name(t)].name != t]
-        return warned(
-            name,
-            cause,
-            f"{doubled} parameters are stored under two names; the last to be read wins: {listed(twice)}",
-            "keep one of each",
-        )
-    return passed(name, cause, f"all {len(subject.checkpoint.tensors)} tensors have a place in {engine.ARCHITECTURE}")
-
-
-def _suggest(subject: Subject, dropped: list[str], known: Mapping[str, Any]) -> str:
-    """For each dropped tensor the parameter it may be: unfilled, of its very shape, and most alike in name."""
-    filled = {place for name in subject.checkpoint.tensors for place in engine.destinations(name, known)}
-    hints = []
-    for name in dropped:
-        shape = tuple(subject.checkpoint.tensors[name].shape)
-        open_places = [place for place in known if place not in filled and tuple(known[place]) == shape]
-        if open_places:
-            alike = max(open_places, key=lambda place: SequenceMatcher(None, name, place).ratio())
-            hints.append(f"{name} -> {alike}")
-    return listed(hints, 3) if hints else "none of them has a counterpart there"
-
-
-def check_missing(subject: Subject) -> Finding:
-    """Parameters no stored tensor fills."""
-    known = engine.parameters(subject.served)
-    filled = {place for name in subject.checkpoint.tensors for place in engine.destinations(name, known)}
-    unset = [name for name in known if name not in filled]
-    shared = "embed_tokens.weight" in unset and not _keeps_own_embedding(subject)
-    if shared:
-        unset.remove("embed_tokens.weight")
-    # norms before fc have a check of their own
-    unset = [name for name in unset if not name.startswith(("fc_norm.", "input_norm."))]
-    if unset:
-        return failed(
-            "weights-present",
-            "weights-missing",
-            f"{len(unset)} of {len(known)} parameters stay at their random start: {listed(unset)}",
-            "ship them; a checkpoint with renamed keys needs them under the names above",
-        )
-    note = " (embed_tokens comes from the target)" if shared else ""
-    return passed(
-        "weights-present",
-        "weights-missing",
-        f"all {len(known)} parameters of {engine.ARCHITECTURE} are there{note}",
-    )
-
-
-def _keeps_own_embedding(subject: Subject) -> bool:
-    hidden = int(subject.full["hidden_size"])
-    return int(subject.full.get("target_hidden_size", hidden)) != hidden
-
-
-def check_shapes(subject: Subject) -> Finding:
-    """Stored shapes against those the config builds; fc, head and embedding have checks of their own."""
-    known = engine.parameters(subject.served)
-    wrong = [
-        f"{name} is {list(stored.shape)}, the config builds {list(known[name])}"
-        for name, stored in subject.tensors.items()
-        if name in known
-        and name not in ("fc.weight", "lm_head.weight", "embed_tokens.weight")
-        and tuple(stored.shape) != known[name]
-    ]
-    queries, keys, width = (subject.full[k] for k in ("num_attention_heads", "num_key_value_heads", "head_dim"))
-    heads = f"{queries} heads, {keys} key-value heads of {width}"
-    if wrong:
-        return failed(
-            "head-shape",
-            "qkv-order",
-            f"with {heads}: {listed(wrong, 3)}",
-            "set num_attention_heads, num_key_value_heads, head_dim, hidden_size and intermediate_size as trained",
-        )
-    if subject.trained_layer is not None:
-        keys = ("num_attention_heads", "num_key_value_heads", "head_dim", "num_hidden_layers")
-        differ = [
-            f"{key} is {subject.full[key]}, trained {subject.trained_layer[key]}"
-            for key in keys
-            if subject.full[key] != subject.trained_layer[key]
-        ]
-        if differ:
-            return failed("head-shape", "qkv-order", "; ".join(differ), "set them as trained")
-    return passed("head-shape", "qkv-order", f"{heads}; every matrix has the shape the config builds")
-
-
-def check_values(scans: Mapping[str, Scan]) -> Finding:
+def check_values(subject: Subject, scans: Mapping[str, Scan]) -> Finding:
     """NaN and Inf."""
     bad = [f"{scan.name} ({scan.nonfinite:,} of {scan.elements:,})" for scan in scans.values() if scan.nonfinite]
     if bad:
@@ -154,7 +30,17 @@ def check_values(scans: Mapping[str, Scan]) -> Finding:
             "after loading the target's weights",
         )
     elements = sum(scan.elements for scan in scans.values())
-    return passed("finite", "nonfinite", f"all {elements:,} floating-point values are finite")
+    unread = [n for n, tensor in subject.tensors.items() if n not in scans and _holds_numbers(tensor)]
+    kinds = ", ".join(sorted({subject.tensors[n].dtype for n in unread}))
+    beside = f"; not checked: {listed(unread, 3)}, packed as {kinds}" if unread else ""
+    if not scans:
+        return skipped("finite", "nonfinite", f"not checked: no value is stored as a plain number{beside}")
+    return passed("finite", "nonfinite", f"all {elements:,} floating-point values are finite{beside}")
+
+
+def _holds_numbers(tensor: StoredTensor) -> bool:
+    """Whether a tensor stands for numbers with a fraction that its dtype does not show, or that cannot be read."""
+    return tensor.size > 0 and (is_packed(tensor) or tensor.dtype.startswith("F"))
 
 
 def check_zeros(scans: Mapping[str, Scan]) -> Finding:
@@ -183,7 +69,8 @@ def check_initial(subject: Subject, scans: Mapping[str, Scan]) -> Finding:
     spread = float(subject.full.get("initializer_range", 0.02))
     found = []
     for name, scan in scans.items():
-        if not scan.nonfinite and scan.largest and name != "embed_tokens.weight":
+        plain = subject.tensors[name].is_float
+        if plain and not scan.nonfinite and scan.largest and name != "embed_tokens.weight":
             why = looks_initial(subject.tensors[name], spread)
             if why:
                 found.append(f"{name}: {why}")
@@ -193,6 +80,13 @@ def check_initial(subject: Subject, scans: Mapping[str, Scan]) -> Finding:
             "weights-missing",
             f"no different from a fresh initialisation: {listed(found, 3)}",
             "see whether the trained tensor was saved; one that did not train at all looks like this too",
+        )
+    hidden = [name for name, tensor in subject.tensors.items() if is_packed(tensor)]
+    if hidden:
+        return skipped(
+            "trained",
+            "weights-missing",
+            f"not checked for the {len(hidden)} quantised matrices; no other looks like a fresh initialisation",
         )
     return passed(
         "trained",
@@ -232,7 +126,7 @@ def check_embedding(subject: Subject) -> Finding:
     fix = "train without embed_requires_grad, or serve with an engine that loads the draft's own embedding"
     if own is None:
         return passed(name, cause, "the draft ships none: SGLang shares the target's")
-    if _keeps_own_embedding(subject):
+    if keeps_own_embedding(subject):
         return passed(name, cause, "target_hidden_size differs from hidden_size, so SGLang keeps the draft's own")
     if subject.trained is not None and subject.trained.get("embed_requires_grad"):
         return failed(
@@ -288,7 +182,9 @@ def check_head_rows(subject: Subject) -> Finding:
         return skipped(
             name,
             cause,
-            "give --target with weights to compare the head's rows with the target's at the ids of d2t",
+            f"the head is stored as {head.dtype}: its rows are not compared"
+            if theirs is not None and head is not None and not head.is_float
+            else "give --target with weights to compare the head's rows with the target's at the ids of d2t",
         )
     if (
         len(head.shape) != 2

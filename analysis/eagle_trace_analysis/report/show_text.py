@@ -39,6 +39,7 @@ def _render(show: Callable[[Mapping[str, Any], Console], None], data: Mapping[st
 def print_summary(data: Mapping[str, Any], console: Console) -> None:
     """Print what `summary` found: the answer in three lines, then manifest, sites, prompts and rounds."""
     state = "" if data["sealed"] else ", NOT FINISHED"
+    state += ", ENDED EARLY" if data["stopped"] else ""
     _line(console, f"{data['side']} trace of {data['host']}, level {data['level']}{state}", "bold")
     rounds = data["rounds"]
     _line(
@@ -50,6 +51,7 @@ def print_summary(data: Mapping[str, Any], console: Console) -> None:
     length = f", accept length {rounds['accept_length']:.2f} over {rounds['count']} rounds" if rounds["count"] else ""
     where = f"{data['dtype'] or 'dtype not known'} on {data['device'] or '?'}{ranks}"
     _line(console, f"{where}, {data['created'] or 'no date'}{length}")
+    early = [f"the recording ended early: {data['stopped']}"] if data["stopped"] else []
     for title, lines in (
         ("made by", _made_by(data)),
         ("what recording changed", data["changes"]),
@@ -59,7 +61,7 @@ def print_summary(data: Mapping[str, Any], console: Console) -> None:
         ),
         (
             "warnings",
-            [*data["warnings"], *data["missing"], *([f"stopped early: {data['stopped']}"] if data["stopped"] else [])],
+            [*data["warnings"], *data["missing"], *early],
         ),
     ):
         _section(console, title, lines)

@@ -6,3 +6,8 @@ if os.environ.get("EAGLE_TRACE_TEST_FAULT"):
     from tests.support import engine_faults
 
     engine_faults.hook_plugin()
+
+if os.environ.get("EAGLE_TRACE_TEST_DISK"):
+    from tests.support import disk_faults
+
+    disk_faults.hook()

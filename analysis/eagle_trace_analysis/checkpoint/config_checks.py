@@ -1,0 +1,171 @@
+"""Checks on whether the engine reads the config at all, and as that of a draft of its class."""
+
+from __future__ import annotations
+
+from eagle_trace_analysis.checkpoint import accepts, engine
+from eagle_trace_analysis.checkpoint.finding import Finding, failed, passed, skipped, warned
+from eagle_trace_analysis.checkpoint.subject import Subject
+
+
+def check_format(subject: Subject) -> Finding:
+    """Whether the engine would take the folder for an EAGLE-3 draft."""
+    if subject.is_speculators:
+        return passed(
+            "format",
+            "",
+            "speculators format; everything below is about the folder `eagle-trace export` makes of it for "
+            f"{engine.ENGINE}",
+        )
+    architectures = subject.checkpoint.config.get("architectures")
+    name = architectures[0] if isinstance(architectures, list) and architectures else None
+    kind = subject.kind
+    if kind is not None:
+        said = f"architectures is {architectures}, and " if architectures else ""
+        left = [name for name in subject.checkpoint.unlisted if not name.endswith(".safetensors")]
+        skips = f"; SGLang loads the safetensors alone and leaves {', '.join(left[:3])}" if left else ""
+        return failed(
+            "format",
+            "",
+            f"{said}the tensors are those of {kind.name}: {kind.marks}{skips}. The other checks are for EAGLE-3 "
+            "drafts, and were not made",
+            kind.served,
+        )
+    if name in engine.VLLM_NAMES:
+        return failed(
+            "format",
+            "",
+            f"architectures is {architectures}, vLLM's name for a draft with the same layer, which {engine.ENGINE} "
+            "does not know; the rest is checked as if it were its own",
+            f'set architectures to ["{engine.ARCHITECTURE}"]{_ids_for_vllm(subject)}',
+        )
+    if name != engine.ARCHITECTURE:
+        return failed(
+            "format",
+            "",
+            f"architectures is {architectures}, by which the engine would not load it as an EAGLE-3 draft; the tensors "
+            "are those of one",
+            f'set architectures to ["{engine.ARCHITECTURE}"]',
+        )
+    return passed("format", "", f"SGLang format ({engine.ARCHITECTURE})")
+
+
+def _ids_for_vllm(subject: Subject) -> str:
+    """What becomes of layer ids that were written for vLLM, which counts inputs as speculators does."""
+    config = subject.served
+    ids = engine.eagle_config(config).get("eagle_aux_hidden_state_layer_ids") or config.get(
+        "eagle_aux_hidden_state_layer_ids"
+    )
+    if not isinstance(ids, list) or not all(type(i) is int for i in ids):
+        return ""
+    return (
+        f"; if its layer ids {ids} are vLLM's too, which are inputs of layers, write {[i - 1 for i in ids]} into "
+        "eagle_config.eagle_aux_hidden_state_layer_ids"
+    )
+
+
+def check_config(subject: Subject) -> Finding:
+    """Whether the engine's config loader takes every key: types, nulls, spellings."""
+    name, cause = "config", ""
+    # one fault is one finding: these have checks of their own
+    elsewhere = {"architectures"}
+    if isinstance(subject.checkpoint.config.get("hidden_act"), str):
+        elsewhere.add("hidden_act")
+    if subject.checkpoint.config.get("target_hidden_size", 1) is None:
+        elsewhere.add("target_hidden_size")
+    refused = [refusal for refusal in subject.refused if refusal.key not in elsewhere]
+    if refused:
+        return failed(
+            name,
+            cause,
+            f"{engine.ENGINE} stops at this config: {'; '.join(refusal.why for refusal in refused)}",
+            "; ".join(dict.fromkeys(refusal.fix for refusal in refused)),
+        )
+    entry = accepts.config_class(subject.served)
+    if entry is None:
+        kind = subject.served.get("model_type")
+        return skipped(
+            name, cause, f"which types and defaults the config class of model_type {kind} has is not known here"
+        )
+    if not entry["loads"]:
+        kind = subject.served.get("model_type")
+        return failed(
+            name,
+            cause,
+            f"model_type is {kind}: from its {entry['class']} the engine cannot build a llama layer",
+            'set model_type to "llama"',
+        )
+    imposed = [key for key, value in entry["imposes"].items() if subject.checkpoint.config.get(key, value) != value]
+    if imposed and not subject.is_speculators:
+        kind = subject.served.get("model_type")
+        taken = ", ".join(f"{key} {entry['imposes'][key]}" for key in imposed)
+        return failed(
+            name,
+            cause,
+            f"model_type is {kind}, whose {entry['class']} takes {taken} whatever the config says",
+            'set model_type to "llama"',
+        )
+    return passed(name, cause, f"every key is of a type that {entry['class']} and the engine take")
+
+
+def check_decoder(subject: Subject) -> Finding:
+    """What the decoder layer must be for the engine's class: a llama layer with silu and no biases.
+
+    A layer that was trained with speculators is what its config says. In a flat config `model_type` only picks the
+    config class, so the tensors decide.
+    """
+    name, cause = "decoder-layer", "weights-dropped"
+    source = subject.trained_layer or subject.full
+    problems = []
+    kind = source.get("model_type", "llama")
+    if subject.trained_layer is not None and kind != "llama":
+        problems.append(f"the decoder layer is {kind}, the engine computes llama layers")
+    if source["hidden_act"] != "silu" or subject.full["hidden_act"] != "silu":
+        problems.append(
+            f"the activation is {source['hidden_act']}, served as {subject.full['hidden_act']}: the engine "
+            "has silu only"
+        )
+    extra = [
+        n
+        for n in subject.tensors
+        # a bias of fc is judged with fc
+        if n.endswith((".q_norm.weight", ".k_norm.weight", ".bias"))
+        and n != "fc.bias"
+        and n not in engine.parameters(subject.served)
+    ]
+    if extra:
+        problems.append(f"the engine drops {', '.join(extra[:4])}")
+    elif subject.trained_layer is not None and (source["attention_bias"] or source["mlp_bias"]):
+        problems.append("the config asks for biases, of which the engine has none in q, k, v and the MLP")
+    if problems:
+        return failed(name, cause, "; ".join(problems), "retrain with a llama layer (silu, no biases, no q/k norms)")
+    others = _other_defaults(subject)
+    if others:
+        return warned(
+            name,
+            cause,
+            f"a llama layer by its tensors, but with model_type {kind} the engine takes {others}",
+            'write these keys as trained, or set model_type to "llama" if llama\'s defaults were',
+        )
+    said = "" if kind == "llama" else f" (model_type {kind} picks the config class only)"
+    return passed(name, cause, f"a llama layer with silu and no biases, as the engine computes{said}")
+
+
+def _other_defaults(subject: Subject) -> str:
+    """Defaults that the served `model_type` gives to absent keys and llama would not; shapes have their own checks."""
+    if subject.trained_layer is not None or accepts.config_class(subject.served) is None:
+        return ""
+    as_llama = engine.with_defaults({**subject.served, "model_type": "llama"})
+    found = [
+        f"{key} {subject.full.get(key)} (llama {as_llama.get(key)})"
+        for key in ("rms_norm_eps", "max_position_embeddings", "tie_word_embeddings", "attention_bias")
+        if subject.served.get(key) is None and subject.full.get(key) != as_llama.get(key)
+    ]
+    ours, llama = (
+        engine.rope_settings(config) for config in (subject.served, {**subject.served, "model_type": "llama"})
+    )
+    found += [
+        f"{key} {ours.get(key)} (llama {llama.get(key)})"
+        for key in ("rope_theta", "partial_rotary_factor", "rope_type")
+        if ours.get(key) != llama.get(key)
+    ]
+    return ", ".join(found)

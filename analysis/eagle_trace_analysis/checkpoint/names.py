@@ -1,0 +1,227 @@
+"""Checks on names and shapes of the tensors: what is loaded, what is dropped, and what stays at its start."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from difflib import SequenceMatcher
+from typing import Any
+
+from eagle_trace_analysis.checkpoint import engine
+from eagle_trace_analysis.checkpoint.finding import Finding, failed, listed, passed, warned
+from eagle_trace_analysis.checkpoint.quantised import PACKED, is_packed, spoken_for
+from eagle_trace_analysis.checkpoint.subject import Subject
+from eagle_trace_analysis.checkpoint.width import feeds_one
+
+#: names another check speaks about, so that one fault is one finding
+ELSEWHERE = ("fc_norm.", "input_norm.", "q_norm", "k_norm", ".bias")
+
+
+def check_names(subject: Subject) -> Finding:
+    """Stored keys the serving class would drop without a word."""
+    known = engine.parameters(subject.served)
+    tied = "lm_head.weight" not in known
+    dropped = [
+        name
+        for name in subject.checkpoint.tensors
+        if not engine.destinations(name, known)
+        and not spoken_for(name)
+        and not any(part in engine.canonical_name(name) for part in ELSEWHERE)
+        and not (tied and engine.canonical_name(name) == "lm_head.weight")
+    ]
+    idle = [name for name in dropped if engine.computes_nothing(name)]
+    adapter = [name for name in dropped if "lora_" in name]
+    layers, counted = stored_layers(subject), int(subject.full["num_hidden_layers"])
+    beyond = [name for name in dropped if layers > counted and (engine.layer_of(name) or 0) >= counted]
+    rest = [name for name in dropped if name not in {*idle, *adapter, *beyond}]
+    name, cause = "weight-names", "weights-dropped"
+    if rest or beyond:
+        count = f"{len(rest) + len(beyond)} of {len(subject.checkpoint.tensors)}"
+        evidence, fixes = [], []
+        if beyond:
+            evidence.append(f"the config counts {_layers(counted)}, the file holds {layers}")
+            fixes.append(f"set num_hidden_layers to {layers}")
+        if rest:
+            evidence.append(listed(rest))
+            fixes.append(f"rename them to what {engine.ARCHITECTURE} loads: {_suggest(subject, rest, known)}")
+        why = "; ".join(evidence)
+        return failed(name, cause, f"{engine.ENGINE} drops {count} tensors without a word: {why}", "; ".join(fixes))
+    if adapter:
+        return warned(
+            name,
+            cause,
+            f"{listed(adapter, 3)} are a LoRA adapter's, which SGLang does not apply to a draft",
+            "merge the adapter into the draft if it was trained with it, or move it out of the folder",
+        )
+    return _doubtful_files(subject) or passed(
+        name,
+        cause,
+        f"all {len(subject.checkpoint.tensors)} tensors have a place in {engine.ARCHITECTURE}"
+        + (f" but {listed(idle, 3)}, which nothing misses" if idle else "")
+        + _left(subject),
+    )
+
+
+def _left(subject: Subject) -> str:
+    """What lies beside the files that are loaded, in words."""
+    left = [name for name in subject.checkpoint.unlisted if not name.endswith(".safetensors")]
+    return f"; SGLang loads the safetensors and leaves {listed(left, 3)}" if left else ""
+
+
+def _doubtful_files(subject: Subject) -> Finding | None:
+    name, cause = "weight-names", "weights-dropped"
+    unlisted = [file for file in subject.checkpoint.unlisted if file.endswith(".safetensors")]
+    unlisted = [file for file in unlisted if file != "consolidated.safetensors"]
+    if unlisted:
+        return warned(
+            name,
+            cause,
+            f"the index does not name {listed(unlisted)}, so SGLang loads nothing from there",
+            "put every file into the index, or delete the file",
+        )
+    if subject.checkpoint.repeated:
+        return warned(
+            name,
+            cause,
+            f"{listed(subject.checkpoint.repeated, 3)} lie in more than one file; SGLang keeps what it reads last",
+            "delete the files that are left over from another way of saving",
+        )
+    doubled = len(subject.checkpoint.tensors) - len(subject.tensors)
+    if doubled:
+        twice = [t for t in subject.checkpoint.tensors if subject.tensors[engine.canonical_name(t)].name != t]
+        return warned(
+            name,
+            cause,
+            f"{doubled} parameters are stored under two names; the last to be read wins: {listed(twice)}",
+            "keep one of each",
+        )
+    return None
+
+
+def stored_layers(subject: Subject) -> int:
+    """How many decoder layers the file holds, from 0 on without a gap; 0 if there is a gap, or none."""
+    found = {layer for name in subject.tensors if (layer := engine.layer_of(name)) is not None}
+    return len(found) if found == set(range(len(found))) else 0
+
+
+def _layers(count: int) -> str:
+    return f"{count:,} decoder layer{'s' if count != 1 else ''}"
+
+
+def _suggest(subject: Subject, dropped: list[str], known: Mapping[str, Any]) -> str:
+    """For each dropped tensor the parameter it may be: unfilled, of its very shape, and most alike in name."""
+    filled = {place for name in subject.checkpoint.tensors for place in engine.destinations(name, known)}
+    hints = []
+    for name in dropped:
+        shape = tuple(subject.checkpoint.tensors[name].shape)
+        open_places = [place for place in known if place not in filled and tuple(known[place]) == shape]
+        if open_places:
+            alike = max(open_places, key=lambda place: SequenceMatcher(None, name, place).ratio())
+            hints.append(f"{name} -> {alike}")
+    return listed(hints, 3) if hints else "none of them has a counterpart there"
+
+
+def check_missing(subject: Subject) -> Finding:
+    """Parameters no stored tensor fills."""
+    name, cause = "weights-present", "weights-missing"
+    known = engine.parameters(subject.served)
+    filled = {place for name in subject.checkpoint.tensors for place in engine.destinations(name, known)}
+    # a quantised matrix is stored under another ending, which a check of its own judges
+    for ending in PACKED:
+        names = [name for name in subject.checkpoint.tensors if name.endswith(f".{ending}")]
+        filled |= {
+            place for name in names for place in engine.destinations(name.removesuffix(ending) + "weight", known)
+        }
+    unset = [name for name in known if name not in filled]
+    shared = "embed_tokens.weight" in unset and not keeps_own_embedding(subject)
+    if shared:
+        unset.remove("embed_tokens.weight")
+    # norms before fc have a check of their own, and so has an fc that is left out
+    unset = [name for name in unset if not name.startswith(("fc_norm.", "input_norm."))]
+    idle = [name for name in unset if name.startswith("fc.") and engine.skips_fc(subject.served)]
+    if feeds_one(subject):
+        idle += [name for name in unset if name == "fc.weight" and name not in idle]
+    norm = [
+        name for name in unset if name == "layers.0.hidden_norm.weight" and (idle or engine.skips_fc(subject.served))
+    ]
+    if "draft_vocab_size" in subject.served and subject.served["draft_vocab_size"] is None:
+        # with a null the engine gives the draft the target's head
+        idle += [name for name in unset if name == "lm_head.weight"]
+    unset = [name for name in unset if name not in (*idle, *norm)]
+    if unset:
+        return _left_over(subject, unset) or failed(
+            name,
+            cause,
+            f"{len(unset)} of {len(known)} parameters stay at their start (random, norms at ones): {listed(unset)}",
+            "ship them; a checkpoint with renamed keys needs them under the names above",
+        )
+    if norm:
+        return warned(
+            name,
+            cause,
+            "there is no layers.0.hidden_norm, which the engine then holds as ones: it still divides the hidden state "
+            "by its root mean square",
+            "see whether the head was trained with a norm there; a head of one feature may have none",
+        )
+    notes = [
+        *(["embed_tokens comes from the target"] if shared else []),
+        *(["fc is left out"] if any(name.startswith("fc.") for name in idle) else []),
+    ]
+    notes += ["lm_head comes from the target"] if "lm_head.weight" in idle else []
+    return passed(
+        name,
+        cause,
+        f"all {len(known)} parameters of {engine.ARCHITECTURE} are there" + (f" ({', '.join(notes)})" if notes else ""),
+    )
+
+
+def _left_over(subject: Subject, unset: list[str]) -> Finding | None:
+    """A count of layers above what the file holds: mostly the target's, left in the draft's config."""
+    layers, counted = stored_layers(subject), int(subject.full["num_hidden_layers"])
+    if not 0 < layers < counted or any((engine.layer_of(name) or 0) < layers for name in unset):
+        return None
+    theirs = " (the target's count)" if subject.target_layers == counted else ""
+    return failed(
+        "weights-present",
+        "weights-missing",
+        f"the config counts {_layers(counted)}{theirs}, the file holds {layers}: the engine builds the other "
+        f"{counted - layers:,} too, and leaves them at random",
+        f"set num_hidden_layers to {layers}, if the draft was trained with so many",
+    )
+
+
+def keeps_own_embedding(subject: Subject) -> bool:
+    """Whether SGLang leaves the draft its own embedding, as it does where the target's is of another width."""
+    hidden = int(subject.full["hidden_size"])
+    return int(subject.full.get("target_hidden_size", hidden)) != hidden
+
+
+def check_shapes(subject: Subject) -> Finding:
+    """Stored shapes against those the config builds; fc, head and embedding have checks of their own."""
+    known = engine.parameters(subject.served)
+    wrong = [
+        f"{name} is {list(stored.shape)}, the config builds {list(known[name])}"
+        for name, stored in subject.tensors.items()
+        if name in known
+        and name not in ("fc.weight", "lm_head.weight", "embed_tokens.weight")
+        and tuple(stored.shape) != known[name]
+        and not (is_packed(stored) and stored.dtype not in ("F8_E4M3", "F8_E5M2"))
+    ]
+    queries, keys, width = (subject.full[k] for k in ("num_attention_heads", "num_key_value_heads", "head_dim"))
+    heads = f"{queries} heads, {keys} key-value heads of {width}"
+    if wrong:
+        return failed(
+            "head-shape",
+            "qkv-order",
+            f"with {heads}: {listed(wrong, 3)}",
+            "set num_attention_heads, num_key_value_heads, head_dim, hidden_size and intermediate_size as trained",
+        )
+    if subject.trained_layer is not None:
+        keys = ("num_attention_heads", "num_key_value_heads", "head_dim", "num_hidden_layers")
+        differ = [
+            f"{key} is {subject.full[key]}, trained {subject.trained_layer[key]}"
+            for key in keys
+            if subject.full[key] != subject.trained_layer[key]
+        ]
+        if differ:
+            return failed("head-shape", "qkv-order", "; ".join(differ), "set them as trained")
+    return passed("head-shape", "qkv-order", f"{heads}; every matrix has the shape the config builds")

@@ -1,0 +1,34 @@
+"""Whether the engine's class for the target can feed an EAGLE-3 draft at all."""
+
+from __future__ import annotations
+
+from eagle_trace_analysis.checkpoint import engine
+from eagle_trace_analysis.checkpoint.finding import Finding, failed, passed, skipped
+from eagle_trace_analysis.checkpoint.subject import Subject
+from eagle_trace_analysis.checkpoint.target_classes import NO_CAPTURE, SERVES, SINCE, why_it_cannot_serve
+
+SINGLE = "single-layer-features"
+
+
+def check_target(subject: Subject) -> Finding:
+    """The target's class against the table; not checked where the table does not have it."""
+    check = "target-class"
+    if subject.target is None:
+        return skipped(check, SINGLE, "whether the target's class can feed an EAGLE-3 draft: give --target")
+    name = subject.target.architecture
+    if name is None:
+        return skipped(check, SINGLE, "the target's config names no class (architectures)")
+    lacks = why_it_cannot_serve(name, subject.served)
+    if lacks is not None:
+        return failed(
+            check,
+            SINGLE,
+            f"{engine.ENGINE}'s {name} {lacks}, so the server stops before it serves",
+            "serve this target with another engine, or a release whose class can: no change to the draft helps",
+        )
+    if name in SERVES:
+        since = next((f" (from {release} on)" for release, names in SINCE.items() if name in names), "")
+        return passed(check, SINGLE, f"{engine.ENGINE}'s {name} feeds EAGLE-3 drafts{since}")
+    if name in NO_CAPTURE:
+        return skipped(check, SINGLE, f"{name} feeds its last layer only, which is what the draft's config asks for")
+    return skipped(check, SINGLE, f"{name} is not among the classes of {engine.ENGINE} known here")

@@ -1,0 +1,139 @@
+"""All streams of one trace: what was handed over finds the table or the site it belongs to."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import pyarrow as pa
+
+from eagle_trace.capture import Array, Rows, Shard
+from eagle_trace.gather import BLOBS, Gather, Kept, kind_of, value_columns
+from eagle_trace.manifest import Manifest
+from eagle_trace.parts import Numbers, PartStream, leaves
+from eagle_trace.schema import TABLES, value_schema
+from eagle_trace.sketch import Reduced
+from eagle_trace.store import Store
+from eagle_trace.tables import key_columns, rows_table, topk_table
+
+ROW_GROUP_BYTES = 2 << 20
+#: the same where no values are kept: rows are small there
+REDUCED_GROUP_BYTES = 512 << 10
+TABLE_ROWS = 1 << 14
+
+Make = Callable[[list[Any]], pa.Table]
+
+
+class _SiteStream:
+    """Rows of one site on their way to its parts: reduced where the level keeps no values, then written."""
+
+    def __init__(self, gather: Gather, parts: PartStream) -> None:
+        self._gather = gather
+        self._parts = parts
+
+    def add(self, rows: Rows, values: Array | Reduced) -> None:
+        for kept, size in self._gather.add(rows, values):
+            self._parts.add(kept, size)
+
+    def save(self) -> None:
+        for kept, size in self._gather.drain():
+            self._parts.add(kept, size)
+        self._parts.save()
+
+    def discard(self) -> None:
+        self._parts.discard()
+
+
+class Streams:
+    """Everything that is written of one trace, by one thread.
+
+    Args:
+        store: the trace.
+        manifest: names rank and level; its list of files grows.
+        first_id: added to the numbers of prompts and calls in records.
+        beat: called after each write that the disk has taken.
+    """
+
+    def __init__(self, store: Store, manifest: Manifest, first_id: int, beat: Callable[[], None]) -> None:
+        self._store, self._manifest, self._first_id, self._beat = store, manifest, first_id, beat
+        self._tables: dict[str, PartStream] = {}
+        self._sites: dict[tuple[str, str, int, Shard | None], _SiteStream] = {}
+        self._numbers: dict[str, Numbers] = defaultdict(Numbers)
+
+    def add(self, kind: str, item: Any) -> None:
+        """Take what `TraceWriter` was given: ``rows``, ``topk``, ``record`` or ``values``."""
+        if kind == "rows":
+            self._table("rows", rows_table).add(item, len(item[0]))
+        elif kind == "topk":
+            self._table("topk", topk_table).add(item, item[1].size)
+        elif kind == "record":
+            self._add_record(*item)
+        else:
+            self._add_values(*item)
+
+    def save(self) -> None:
+        """Put everything taken so far into whole files."""
+        for stream in self._all():
+            stream.save()
+
+    def discard(self) -> None:
+        """Leave no unfinished file behind."""
+        for stream in self._all():
+            stream.discard()
+
+    def _add_record(self, table: str, given: Mapping[str, Any] | Callable[[], Mapping[str, Any]]) -> None:
+        record = dict(given() if callable(given) else given)
+        for name in ("prompt_id", "call_id"):
+            if record.get(name) is not None:
+                record[name] += self._first_id
+        schema = TABLES[table]
+        self._table(table, lambda records: pa.Table.from_pylist(records, schema=schema)).add(record, 1)
+
+    def _add_values(self, site: str, rows: Rows, values: Array | Reduced, shard: Shard | None) -> None:
+        key = (site, *kind_of(values), shard)
+        stream = self._sites.get(key)
+        if stream is None:
+            level = self._manifest.level
+            schema = value_schema(*key[:3], level, shard)
+            made = partial(_site_table, schema)
+            group = ROW_GROUP_BYTES if level == "values" else REDUCED_GROUP_BYTES
+            parts = self._stream(f"values/site={site}", schema, made, _value_options(schema), group)
+            stream = self._sites[key] = _SiteStream(Gather(level, shard), parts)
+        stream.add(rows, values)
+
+    def _table(self, table: str, make: Make) -> PartStream:
+        stream = self._tables.get(table)
+        if stream is None:
+            options = {"compression": "zstd"}
+            stream = self._stream(f"{table}.parquet", TABLES[table], make, options, TABLE_ROWS)
+            self._tables[table] = stream
+        return stream
+
+    def _all(self) -> list[PartStream | _SiteStream]:
+        return [*self._tables.values(), *self._sites.values()]
+
+    def _stream(self, folder: str, schema: pa.Schema, make: Make, options: dict[str, Any], group: int) -> PartStream:
+        prefix = f"{folder}/rank{self._manifest.rank}"
+        numbers, files = self._numbers[prefix], self._manifest.files
+        return PartStream(self._store, prefix, numbers, schema, make, options, group, files, self._beat)
+
+
+def _site_table(schema: pa.Schema, items: Sequence[Kept]) -> pa.Table:
+    """Rows of one site as a table: keys, statistics, and the bytes as the level keeps them."""
+    columns = key_columns(Rows.concatenate([rows for rows, _ in items]))
+    columns |= value_columns(schema, [values for _, values in items])
+    return pa.Table.from_arrays([columns[name] for name in schema.names], schema=schema)
+
+
+def _value_options(schema: pa.Schema) -> dict[str, Any]:
+    """How a site's parts are written."""
+    plain = [name for name in schema.names if name not in BLOBS]
+    # exact bytes: no dictionary, no statistics, no compression, so that reading is a copy and nothing else
+    return {
+        "compression": {**dict.fromkeys(leaves(plain), "zstd"), **dict.fromkeys(BLOBS, "none")},
+        "use_dictionary": leaves([name for name in plain if name not in ("norm", "absmax", "mean")]),
+        "write_statistics": leaves(plain),
+        "data_page_size": ROW_GROUP_BYTES,
+    }

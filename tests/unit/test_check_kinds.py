@@ -1,0 +1,42 @@
+"""Drafts of other kinds are named by their tensors, whatever the config calls them, and judged no further."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from eagle_trace_analysis.checkpoint.check import check
+from eagle_trace_analysis.checkpoint.finding import Status
+from tests.support import checkpoints as make
+from tests.support.check_cases import named
+from tests.support.other_kinds import KINDS, eagle3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_another_kind_is_named_with_what_serves_it_and_nothing_follows(kind: str, tmp_path: Path) -> None:
+    build, called, served = KINDS[kind]
+    result = check(make.write_checkpoint(tmp_path, *build()))
+    assert [one.name for one in result.findings] == ["format", "finite"]
+    finding = result.findings[0]
+    assert finding.status is Status.FAIL
+    assert called in finding.evidence
+    assert served in finding.fix
+    assert 'LlamaForCausalLMEagle3"]' not in finding.fix
+
+
+def test_values_of_another_kind_are_read_all_the_same(tmp_path: Path) -> None:
+    config, stored = KINDS["DFlash"][0]()
+    stored["fc.weight"] = np.full_like(stored["fc.weight"], np.nan)
+    assert named(check(make.write_checkpoint(tmp_path, config, stored)), "finite").status is Status.FAIL
+
+
+@pytest.mark.parametrize("prefix", ["layers.0.", "midlayer.", "model.layers.0."])
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen3ForCausalLM", "EagleModel"])
+def test_only_the_tensors_of_an_eagle3_draft_are_told_to_change_their_class(
+    architecture: str, prefix: str, tmp_path: Path
+) -> None:
+    finding = named(check(make.write_checkpoint(tmp_path, *eagle3(architecture, prefix))), "format")
+    assert finding.status is Status.FAIL
+    assert finding.fix == 'set architectures to ["LlamaForCausalLMEagle3"]'

@@ -1,0 +1,44 @@
+"""The static check on drafts whose tensors or files are out of the ordinary: right as they are, or one fault each."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from eagle_trace_analysis.checkpoint.check import check
+from eagle_trace_analysis.checkpoint.finding import Status
+from tests.support import checkpoints as make
+from tests.support.check_cases import named, troubles
+from tests.support.quantised_cases import METHODS, QUANTISED, as_method
+from tests.support.tensor_cases import CASES, Case
+
+
+@pytest.mark.parametrize("case", [*CASES, *QUANTISED], ids=lambda case: case.name)
+def test_a_case_is_judged_as_the_engine_takes_it(case: Case, tmp_path: Path) -> None:
+    case.write(tmp_path)
+    found = troubles(check(tmp_path))
+    words = {name: finding.evidence for name, finding in found.items()}
+    failed = [name for name, finding in found.items() if finding.status is Status.FAIL]
+    assert failed == ([case.finding] if case.finding else []), words
+    assert {*found} - {*failed} == {*case.warns}, words
+    if case.finding:
+        assert case.words in found[case.finding].evidence
+        assert case.fix in found[case.finding].fix
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_values_that_were_not_read_are_not_called_finite(method: str, tmp_path: Path) -> None:
+    as_method(method)(tmp_path)
+    finding = named(check(tmp_path), "finite")
+    packed = METHODS[method][1].__name__ in ("int8_rows", "int4", "nvfp4", "nvfp4_compressed", "awq", "gptq")
+    assert ("not checked" in finding.evidence) == packed
+
+
+def test_a_head_of_one_feature_fits_no_target_of_another_width(tmp_path: Path) -> None:
+    next(case for case in CASES if case.name == "one feature").write(tmp_path / "draft")
+    for width, status in ((make.HIDDEN, Status.PASS), (2 * make.HIDDEN, Status.FAIL)):
+        target = make.decoder_config(make.LAYERS) | {"hidden_size": width}
+        folder = make.write_checkpoint(tmp_path / str(width), target, {"x": np.ones(1, np.float32)})
+        assert named(check(tmp_path / "draft", target=folder), "fc-width").status is status

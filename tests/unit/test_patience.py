@@ -1,0 +1,258 @@
+"""No host waits for a disk longer than it was said to, and what is whole by then is kept."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from eagle_trace import open_trace, writer
+from eagle_trace.errors import RecordingError, TraceUnsealedError, UsageError
+from eagle_trace.inbox import Inbox
+from eagle_trace.manifest import Manifest
+from eagle_trace.patience import parse_wait, within
+from eagle_trace.store import Sink
+from eagle_trace.writer import TOO_SLOW, TraceWriter
+from tests.unit.test_partial import ROOT, assert_consistent, begin, put_call
+
+
+class Clock:
+    """Seconds that pass when somebody waits."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def impatient(monkeypatch: pytest.MonkeyPatch, max_wait: float | None, stall: float = 10.0) -> tuple[Inbox, Clock]:
+    clock = Clock()
+    inbox = Inbox(100, max_wait, stall, clock)
+
+    def wait(seconds: float | None = None) -> bool:
+        clock.now += seconds or 0.0
+        return False
+
+    monkeypatch.setattr(inbox._changed, "wait", wait)
+    return inbox, clock
+
+
+def test_the_host_waits_no_longer_in_all_than_it_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    inbox, clock = impatient(monkeypatch, 0.2)
+    for call in range(50):
+        inbox.put("values", call, 30, call)
+    assert inbox.slow
+    assert clock.now == pytest.approx(0.2)
+
+
+def test_of_the_forward_that_waited_too_long_the_rest_is_taken_and_of_later_ones_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    inbox, _ = impatient(monkeypatch, 0.2)
+    taken = [inbox.put("values", None, 30, call) for call in (0, 0, 1, 1, 1, 1, 2, 2, 1)]
+    assert taken == [True] * 6 + [False, False, True]
+    assert inbox.put("record", None, 1), "what belongs to no forward"
+
+
+def test_waiting_elsewhere_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    inbox, clock = impatient(monkeypatch, 0.2)
+    inbox.spend(0.15)
+    for call in range(50):
+        inbox.put("values", call, 30, call)
+    assert clock.now == pytest.approx(0.05)
+
+
+def test_where_nobody_else_waits_a_disk_that_moves_is_waited_for_and_one_that_hangs_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    inbox, clock = impatient(monkeypatch, None, stall=60.0)
+
+    def wait(seconds: float | None = None) -> bool:
+        clock.now += 50.0
+        inbox._pending -= 30
+        inbox._moved = clock.now
+        return True
+
+    monkeypatch.setattr(inbox._changed, "wait", wait)
+    for call in range(50):
+        inbox.put("values", call, 30, call)
+    assert not inbox.slow
+    assert clock.now > 1000
+    inbox, clock = impatient(monkeypatch, None, stall=60.0)
+    for call in range(50):
+        inbox.put("values", call, 30, call)
+    assert inbox.slow
+    assert clock.now == pytest.approx(60.0)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Writes hang while this is not set."""
+    opened = threading.Event()
+    opened.set()
+    real = Sink.write
+
+    def write(self: Sink, data: bytes) -> int:
+        opened.wait()
+        return real(self, data)
+
+    monkeypatch.setattr(Sink, "write", write)
+    monkeypatch.setattr(writer, "QUEUE_BYTES", 64 << 10)
+    yield opened
+    opened.set()
+
+
+def seconds_of(work: Callable[[], object]) -> float:
+    started = time.monotonic()
+    work()
+    return time.monotonic() - started
+
+
+def put_many(one: TraceWriter, first: int, calls: int) -> None:
+    for call in range(first, first + calls):
+        put_call(one, call, 100)
+
+
+def test_a_disk_that_hangs_for_a_while_costs_the_host_its_share_and_the_trace_says_so(
+    gate: threading.Event, tmp_path: Path
+) -> None:
+    one = begin(tmp_path / "t", max_wait=0.1)
+    put_many(one, 0, 2)
+    one.flush()
+    gate.clear()
+    one._saved_at = 0.0  # it is time to write
+    assert seconds_of(lambda: put_many(one, 2, 100)) < 0.5
+    assert not one.accepting
+    gate.set()
+    trace = open_trace(one.seal())
+    assert trace.manifest.stopped == TOO_SLOW
+    assert 2 <= assert_consistent(trace) < 20
+
+
+def test_a_disk_that_hangs_for_good_is_left_behind(
+    gate: threading.Event, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer, "GUEST_STALL_SECONDS", 0.3)
+    one = begin(tmp_path / "t")
+    put_many(one, 0, 2)
+    assert one.flush()
+    gate.clear()
+    one._saved_at = 0.0
+    put_many(one, 2, 100)
+
+    def seal() -> None:
+        with pytest.raises(RecordingError, match=TOO_SLOW):
+            one.seal()
+
+    assert seconds_of(seal) < 2
+    assert seconds_of(lambda: one.abort(RuntimeError("again"))) < 2
+    with pytest.raises(TraceUnsealedError):
+        open_trace(tmp_path / "t")
+    assert assert_consistent(open_trace(tmp_path / "t", allow_partial=True)) == 2
+    # when the disk comes back, what was left behind says why it ended and holds nothing any more
+    gate.set()
+    one._thread.join(10)
+    assert not one._thread.is_alive()
+    assert TOO_SLOW in str(open_trace(tmp_path / "t", allow_partial=True).manifest.stopped)
+
+
+def test_a_slow_disk_gets_what_it_can_take_and_the_seal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Sink.write
+
+    def write(self: Sink, data: bytes) -> int:
+        time.sleep(0.03)
+        return real(self, data)
+
+    monkeypatch.setattr(Sink, "write", write)
+    for name, value in (("HURRY_SECONDS", 0.2), ("FLUSH_SECONDS", 0.0)):
+        monkeypatch.setattr(writer, name, value)
+    one = begin(tmp_path / "t")
+    put_many(one, 0, 100)
+    trace = open_trace(one.seal())
+    assert trace.manifest.stopped == TOO_SLOW
+    assert 1 <= assert_consistent(trace) < 100
+
+
+def test_a_folder_that_hangs_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hang = threading.Event()
+    monkeypatch.setattr(writer, "FOLDER_SECONDS", 0.2)
+    with pytest.raises(RecordingError, match="does its disk hang"):
+        TraceWriter(tmp_path / "t", Manifest("serve", "values", "x"), prepare=hang.wait)
+    background = []
+    manifest = Manifest("train", "values", "x")
+
+    def make() -> None:
+        background.append(TraceWriter(tmp_path / "t", manifest, prepare=hang.wait, background=True))
+
+    assert seconds_of(make) < 0.4
+    put_call(background[0], 0)
+    hang.set()
+    assert background[0].wait(0) is False
+    assert assert_consistent(open_trace(background[0].seal())) == 1
+
+
+def test_attempts_that_hang_are_few(tmp_path: Path) -> None:
+    hang = threading.Event()
+    for _ in range(4):
+        with pytest.raises(RecordingError, match="did not answer"):
+            within(0.01, hang.wait, tmp_path)
+    with pytest.raises(RecordingError, match="4 earlier attempts"):
+        within(0.01, hang.wait, tmp_path)
+    hang.set()
+    for thread in threading.enumerate():
+        if thread.name == "eagle-trace-disk":
+            thread.join(5)
+    assert within(1, lambda: 7, tmp_path) == 7
+    with pytest.raises(ValueError, match="own error"):
+        within(1, lambda: (_ for _ in ()).throw(ValueError("own error")), tmp_path)
+
+
+def test_a_process_whose_disk_hangs_ends(tmp_path: Path) -> None:
+    code = """
+import os, sys, time
+from tests.unit.test_partial import *
+writer = begin(Path(sys.argv[1]))
+for call in range(3):
+    put_call(writer, call)
+from eagle_trace.store import Sink
+Sink.write = lambda self, data: time.sleep(1000)
+writer.close()
+print(writer.wait(0.2), flush=True)
+"""
+    started = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "t")],
+        cwd=ROOT, text=True, capture_output=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout, done.stderr) == (0, "False\n", "")
+    assert time.monotonic() - started < 30
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("0", 0.0), ("0.5", 0.5), ("inf", float("inf"))])
+def test_how_long_to_wait_is_a_number_of_seconds(text: str, seconds: float) -> None:
+    assert parse_wait(text, "X") == seconds
+
+
+@pytest.mark.parametrize("text", ["", "-1", "nan", "soon"])
+def test_another_wait_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="X must be a number of seconds"):
+        parse_wait(text, "X")
+
+
+def test_a_sink_counts_its_writes() -> None:
+    class Memory(Sink):
+        def __init__(self) -> None:
+            super().__init__(io.BytesIO())
+
+    beats: list[int] = []
+    sink = Memory()
+    sink.beat = lambda: beats.append(sink.bytes)
+    sink.write(b"abc")
+    assert beats == [3]

@@ -1,0 +1,162 @@
+"""Orders to the recorder in a scheduler process: none waits for another, the scheduler's thread for none of them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from multiprocessing import Pipe
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+from eagle_trace import open_trace
+from eagle_trace.manifest import Manifest
+from eagle_trace.store import Sink
+from eagle_trace.writer import TraceWriter, prepare_output
+from eagle_trace_sglang import recorder as module
+from eagle_trace_sglang.admission import Admission
+from eagle_trace_sglang.orders import Order
+from eagle_trace_sglang.recorder import ServeRecorder
+
+
+class Main:
+    """SGLang's main process, as a recorder sees it."""
+
+    def __init__(self) -> None:
+        self.connection, self.other = Pipe()
+
+    def order(self, name: str, number: int, *arguments: Any) -> None:
+        self.connection.send((name, number, *arguments))
+
+    def begin(self, number: int, out: Path) -> None:
+        order = Order(str(out), Admission(requests=2), "stats", max_wait=0.2)
+        self.order("begin", number, order, Manifest("serve", "stats", "sglang"))
+
+    def hears(self, seconds: float = 10) -> tuple[Any, ...]:
+        assert self.connection.poll(seconds), "nothing was said"
+        return tuple(self.connection.recv())
+
+
+@pytest.fixture
+def main() -> Main:
+    return Main()
+
+
+@pytest.fixture
+def recorder(main: Main, monkeypatch: pytest.MonkeyPatch) -> Iterator[ServeRecorder]:
+    """A recorder whose draft has nothing to hang hooks into."""
+    monkeypatch.setattr(module, "draft_place", lambda _: (0, 1))
+    monkeypatch.setattr(ServeRecorder, "_hang", lambda *_: None)
+    monkeypatch.setattr(ServeRecorder, "_params", lambda _: [])
+    monkeypatch.setattr(module, "has_graphs", lambda _: False)
+    monkeypatch.setattr(module, "run_eagerly", lambda *_: None)
+    target = SimpleNamespace(model_config=SimpleNamespace(hidden_size=4))
+    worker = SimpleNamespace(draft_runner=SimpleNamespace(model=None), target_worker=target, hot_token_id=None)
+    made = ServeRecorder(worker, main.other)
+    threading.Thread(target=made._obey, daemon=True).start()
+    yield made
+    main.connection.close()
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Folders are opened, and files written, while this is set."""
+    opened = threading.Event()
+    opened.set()
+    for owner, name in ((TraceWriter, "_open"), (Sink, "write")):
+        real = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *given, real=real: (opened.wait(), real(*given))[1])
+    yield opened
+    opened.set()
+
+
+def test_a_recording_begins_is_counted_and_ends(main: Main, recorder: ServeRecorder, tmp_path: Path) -> None:
+    main.begin(1, tmp_path / "t")
+    assert main.hears() == ("recording", 1)
+    main.order("counts", 1)
+    assert main.hears()[:2] == ("counts", 1)
+    main.order("finish", 1, {"a": 1}, "told to stop")
+    name, number, outcome = main.hears()
+    assert (name, number, outcome["stopped"]) == ("sealed", 1, "told to stop")
+    assert open_trace(tmp_path / "t").manifest.settings["a"] == 1
+    assert recorder._active is None
+
+
+def test_an_end_overtakes_a_beginning_that_hangs(
+    main: Main, recorder: ServeRecorder, gate: threading.Event, tmp_path: Path
+) -> None:
+    gate.clear()
+    main.begin(1, tmp_path / "t")
+    main.order("finish", 1, {}, "it was given up")
+    main.order("counts", 1)
+    assert main.hears()[0] == "counts", "it listens all the same"
+    gate.set()
+    name, number, outcome = main.hears()
+    assert (name, number, outcome["stopped"]) == ("sealed", 1, "it was given up")
+    assert recorder._active is None
+    main.begin(2, tmp_path / "next")
+    assert main.hears() == ("recording", 2)
+
+
+def test_what_fails_in_the_schedulers_thread_ends_the_recording_at_once(
+    main: Main, recorder: ServeRecorder, gate: threading.Event, tmp_path: Path
+) -> None:
+    main.begin(1, tmp_path / "t")
+    assert main.hears() == ("recording", 1)
+    gate.clear()
+    started = time.monotonic()
+
+    def broken(_: object) -> None:
+        raise ZeroDivisionError("a bug")
+
+    recorder._guarded(broken)
+    recorder._guarded(broken)
+    recorder.between_batches()
+    assert time.monotonic() - started < 1
+    name, number, why, detail = main.hears()
+    assert (name, number, why) == ("failed", 1, "a bug")
+    assert "ZeroDivisionError" in detail
+    main.order("finish", 1, {}, None)
+    gate.set()
+    main.begin(2, tmp_path / "next")
+    assert main.hears() == ("recording", 2)
+
+
+def test_a_process_that_ends_seals_in_a_few_seconds_or_not_at_all(
+    main: Main, recorder: ServeRecorder, gate: threading.Event, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "LEAVE_SECONDS", 0.5)
+    main.begin(1, tmp_path / "t")
+    assert main.hears() == ("recording", 1)
+    gate.clear()
+    recorder.arrived(
+        SimpleNamespace(rid="a", origin_input_ids=[1], output_ids_through_stop=[], finished_reason=None, tokenizer=None)
+    )
+    started = time.monotonic()
+    recorder._leave()
+    assert time.monotonic() - started < 2
+    gate.set()
+    assert main.hears()[0] == "sealed", "the disk came back while the process still lived"
+
+
+def test_a_begin_that_is_refused_leaves_nothing_behind(
+    main: Main, recorder: ServeRecorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare_output(tmp_path / "t")
+    TraceWriter(tmp_path / "t", Manifest("serve", "stats", "sglang")).seal()
+    main.begin(1, tmp_path / "t")
+    name, number, why, _ = main.hears()
+    assert (name, number) == ("failed", 1)
+    assert "two recorders" in why
+    monkeypatch.setattr(ServeRecorder, "_hang", lambda *_: 1 / 0)
+    main.begin(2, tmp_path / "u")
+    assert main.hears()[:2] == ("failed", 2)
+    assert open_trace(tmp_path / "u", allow_partial=True).manifest.recorder == ""
+    monkeypatch.setattr(ServeRecorder, "_hang", lambda *_: None)
+    main.begin(3, tmp_path / "v")
+    assert main.hears() == ("recording", 3)
