@@ -97,7 +97,8 @@ class Hypothesis(NamedTuple):
     deployed: bool = False
 
 
-Hypotheses = Callable[[Replay, Replayed], Iterable[Hypothesis]]
+#: hypotheses on a faulty step of a replay; words and a replay alone will do
+Hypotheses = Callable[[Replay, Replayed], Iterable[Hypothesis | tuple[str, Replay | None]]]
 
 
 def counterfactual(
@@ -168,12 +169,14 @@ def _tries(
 ) -> Iterator[tuple[Hypothesis, str]]:
     """Hypotheses on the trained form, then on the deployed one; and what they are tried on, in words."""
     assert context.replay is not None
-    yield from ((one, "") for one in hypotheses(context.replay, nodes[0]))
+    yield from ((Hypothesis(*one), "") for one in hypotheses(context.replay, nodes[0]))
     company = context.company(*own)
     if company is not None:
         alone = _worst(Hypothesis(company.words, company.replay), nodes)
         if alone is None or not alone.reproduced:
-            yield from ((one, f", besides {company.words}") for one in hypotheses(company.replay, nodes[0]))
+            yield from (
+                (Hypothesis(*one), f", besides {company.words}") for one in hypotheses(company.replay, nodes[0])
+            )
 
 
 def _worst(tried: Hypothesis, nodes: Sequence[Replayed]) -> Measured | None:
