@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from eagle_trace.sites import Site
 from eagle_trace_analysis.align import TOPK_SITES, Alignment, not_materialised, position_offset, unequal_tokens
 from eagle_trace_analysis.metrics import IdMetrics
 from eagle_trace_analysis.pairs import Pairs
+from eagle_trace_analysis.params import shown_at
 from eagle_trace_analysis.result import Divergence, Note, RowKey, SiteResult
 
 Int = NDArray[np.int64]
@@ -74,6 +75,38 @@ def _shape_facts(seen: set[tuple[int, str]]) -> dict[str, Any]:
     listed = sorted(seen)
     text = ", ".join(f"[T, {width}] {dtype}" if width else "present" for width, dtype in listed)
     return {"shape": ["T", listed[-1][0]], "dtype": listed[-1][1], "text": text}
+
+
+def check_parameters(
+    apart: Iterable[tuple[str, Mapping[str, Any], Mapping[str, Any]]],
+    results: Mapping[tuple[str, int], SiteResult],
+) -> dict[tuple[str, int], SiteResult]:
+    """Sites whose parameters as loaded are not the trained ones, where nothing else was seen to differ.
+
+    Args:
+        apart: parameters that differ: name, and the rows of params.parquet in training and in serving.
+        results: what was compared so far.
+    """
+    by_site: dict[str, list[tuple[str, Mapping[str, Any], Mapping[str, Any]]]] = {}
+    for one in apart:
+        by_site.setdefault(shown_at(one[0]), []).append(one)
+    found = {}
+    for site, differing in by_site.items():
+        known = results.get((site, 0)) or SiteResult(site, 0)
+        if known.divergence is None:
+            facts = [_parameter_facts(row) for row in differing[0][1:]]
+            names = ", ".join(name for name, _, _ in differing)
+            are = "is not the trained one" if len(differing) == 1 else "are not the trained ones"
+            why = f"as loaded, {names} {are} (norm {facts[1]['norm']:.6g}, trained {facts[0]['norm']:.6g})"
+            divergence = Divergence(site, 0, "parameters", why, facts[0], facts[1])
+            found[site, 0] = replace(known, divergence=divergence, reason=None)
+    return found
+
+
+def _parameter_facts(row: Mapping[str, Any]) -> dict[str, Any]:
+    shape = list(row["shape"])
+    text = f"{row['canonical_name']} {shape} {row['dtype']}, norm {row['norm']:.6g}"
+    return {"shape": shape, "dtype": row["dtype"], "norm": row["norm"], "digest": row["digest"], "text": text}
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from eagle_trace_analysis.acceptance import accept_length, contradiction
 from eagle_trace_analysis.align import TOPK_SITES, Alignment, align, not_materialised
 from eagle_trace_analysis.checks import (
     Shapes,
+    check_parameters,
     check_positions,
     check_shapes,
     check_tokens,
@@ -28,7 +29,7 @@ from eagle_trace_analysis.fold import Executor, Threads, fold
 from eagle_trace_analysis.frontier import find_frontier, shape_order
 from eagle_trace_analysis.metrics import IdMetrics, Metrics
 from eagle_trace_analysis.pairs import SKIP_REASONS, Coverage, Pairs
-from eagle_trace_analysis.params import differing
+from eagle_trace_analysis.params import differing, other_form
 from eagle_trace_analysis.prediction import predict
 from eagle_trace_analysis.ranks import check_ranks
 from eagle_trace_analysis.result import Diff, Divergence, Note, SiteResult
@@ -210,6 +211,7 @@ class _Comparison:
             for node, result in check_topk(self.alignment, self._logit_errors, wrong).items():
                 if node not in results or results[node].divergence is None:
                     results[node] = result
+        results |= check_parameters(differing(self.train, self.serve), results)
         return results
 
     def _both_have(self, site: str) -> bool:
@@ -333,12 +335,19 @@ class _Comparison:
                 text = "; ".join(one.text for one in found[:_LISTED])
                 self.notes.append(Note("ranks", f"{trace.path}: ranks differ at {text}{more}"))
         if wrong := differing(self.train, self.serve):
-            more = f" and {len(wrong) - _LISTED} more" if len(wrong) > _LISTED else ""
-            text = f"as loaded, {', '.join(wrong[:_LISTED])}{more} in serving are not the trained ones"
+            text = f"as loaded, {_some([name for name, _, _ in wrong])} in serving are not the trained ones"
             self.notes.append(Note("parameters", text))
+        if unlike := other_form(self.train, self.serve):
+            text = f"not compared with the trained ones, since they are held in another form: {_some(unlike)}"
+            self.notes.append(Note("parameters-form", text))
         digests = {self.train.manifest.prompts_digest, self.serve.manifest.prompts_digest}
         if len(digests) > 1 and "" not in digests:
             self.notes.append(Note("prompts-digest", "the two sides were recorded on different sets of prompts"))
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+    return ", ".join(names[:_LISTED]) + more
 
 
 def _numeric_divergence(

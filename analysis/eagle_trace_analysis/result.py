@@ -14,7 +14,7 @@ from eagle_trace_analysis.tolerance import Tolerance
 if TYPE_CHECKING:
     from eagle_trace_analysis.diagnose import Diagnosis
 
-Kind = Literal["shape", "presence", "nonfinite", "tokens", "positions", "ids", "values"]
+Kind = Literal["shape", "presence", "parameters", "nonfinite", "tokens", "positions", "ids", "values", "step"]
 SiteVerdict = Literal["agree", "diverged", "not compared"]
 Verdict = Literal["agree", "diverged", "incomparable"]
 
@@ -38,7 +38,8 @@ class Divergence:
     Attributes:
         site: where.
         step: 0 for the extend row, s for the s-th draft step.
-        kind: what differs.
+        kind: what differs; ``parameters`` are the weights as loaded, and ``step`` is what the server computes from its
+            own inputs (`eagle_trace_analysis.proof`), both also where the figures stay within tolerance.
         why: one sentence with both sides' figures.
         train: facts of the train side at the worst row (shape, dtype, norm, ... whatever there is).
         serve: the same for the serve side.

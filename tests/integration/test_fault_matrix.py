@@ -93,6 +93,7 @@ IN_THE_ENGINE = {
     "theta": ("rope-theta", "layer.0.attn.q_rope"),
     "interleaved": ("rope-layout", "layer.0.attn.q_rope"),
     "qkv-heads": ("qkv-order", "layer.0.attn.q"),
+    "two-heads": ("qkv-order", "layer.0.attn.q"),
     "attention-not-reduced": ("tp-shard", "layer.0.attn.out"),
     "mlp-not-reduced": ("tp-shard", "layer.0.mlp.out"),
     "carry": ("carry-norm", "carry"),
@@ -233,6 +234,19 @@ AS_DEPLOYED = {
     "d2t-other": Deployed("d2t-stale", "topk.target_id", tensors=_offsets(lambda d, _: d + 1)),
     "eps-in-config": Deployed("norm-eps", "layer.0.embed_norm", config=faults.norm_eps),
     "theta-in-config": Deployed("rope-theta", "layer.0.attn.q_rope", config=faults.rope_theta),
+    "partial-rotary": Deployed("rope-layout", "layer.0.attn.q_rope", config=faults.partial_rotary),
+    "another-epoch": Deployed("weights-differ", "fc.out", tensors=faults.another_epoch),
+    "int8-draft": Deployed("weights-differ", "layer.0.attn.q", tensors=faults.int8),
+    "gate-and-up": Deployed("weights-differ", "layer.0.mlp.gate", tensors=faults.gate_and_up_exchanged),
+    "fc-blocks": Deployed("weights-differ", "fc.out", tensors=faults.fc_blocks_moved),
+    # within tolerance end to end: what is proved of the step alone
+    "down-scaled-bf16": Deployed(
+        "weights-differ", "layer.0.mlp.out", tensors=faults.down_scaled, options={"dtype": "bfloat16"}
+    ),
+    "one-output-scaled-bf16": Deployed(
+        "weights-differ", "layer.0.attn.out", tensors=faults.one_output_scaled, options={"dtype": "bfloat16"}
+    ),
+    "int8-draft-bf16": Deployed("weights-differ", "layer.0.attn.q", tensors=faults.int8, options={"dtype": "bfloat16"}),
     "window-flag": Deployed(
         "sliding-window",
         "layer.0.attn.context",
@@ -251,6 +265,18 @@ def test_a_fault_of_what_is_deployed(
     served = serve(draft=broken, **case.options)
     trained = DRAFT if case.trained is None else faults.edit(DRAFT, folder / f"trained-{name}", config=case.trained)
     expect(looked_at(train(replay=served.path, draft=trained), served), case.cause, case.site)
+
+
+def test_two_faults_that_meet_in_one_norm_are_both_said(serve: Make, train: Make, deployed: Path, folder: Path) -> None:
+    out = folder / "matrix-eps-and-norm"
+    broken = faults.edit(deployed, out, config=faults.norm_eps, tensors=faults.hidden_norm_scaled)
+    served = serve(draft=broken)
+    result = looked_at(train(replay=served.path), served)
+    assert result.first_divergence is not None
+    assert result.first_divergence.site == "layer.0.embed_norm"
+    assert result.diagnosis is not None
+    assert sorted(one.cause for one in result.diagnosis.confirmed) == ["norm-eps", "weights-differ"]
+    assert not result.diagnosis.unexplained
 
 
 def test_another_target(serve: Make, train: Make, folder: Path) -> None:

@@ -8,7 +8,6 @@ a position, so that a fault of the cache can be planted where it would be.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,10 +16,11 @@ from typing import Any
 import numpy as np
 
 from eagle_trace.capture import DTYPES, Rows, sample_channels
+from eagle_trace.checkpoints import target_sample
 from eagle_trace.manifest import Manifest
 from eagle_trace.prompts import prompts_digest
 from eagle_trace.reader import Trace, open_trace
-from eagle_trace.recorder import best_ids
+from eagle_trace.recorder import best_ids, parameter_row
 from eagle_trace.writer import TraceWriter, prepare_output
 from tests.support.numpy_target import (
     F64,
@@ -305,7 +305,8 @@ def write_side(
     target = do.target
     manifest = Manifest(
         side, "values", {"train": "speculators", "serve": "sglang"}[side], dtype=dtype, device="cpu",  # type: ignore[arg-type]
-        target={"path": str(target.folder), "config": target.config, "num_hidden_layers": target.layers},
+        target={"path": str(target.folder), "config": target.config, "num_hidden_layers": target.layers}
+        | target_sample(target.folder),
         draft={"path": str(draft), "config": do.config, "dropped_keys": list(dropped)},
         settings=SETTINGS[side] | (settings or {}),
         prompts_digest=prompts_digest(keys),
@@ -350,13 +351,7 @@ def write_side(
 
 def _param(name: str, tensor: Any, dtype: str, *, found: bool) -> dict[str, Any]:
     held = tensor if tensor.dtype.kind in "iub" else tensor.astype(DTYPES[dtype])
-    values = tensor.astype(np.float64)
-    return {
-        "name": name, "canonical_name": name, "shape": list(held.shape), "dtype": str(held.dtype),
-        "digest": hashlib.sha256(np.ascontiguousarray(held).tobytes()).hexdigest()[:16],
-        "norm": float(np.linalg.norm(np.nan_to_num(values))), "nonfinite": int((~np.isfinite(values)).sum()),
-        "in_checkpoint": found,
-    }  # fmt: skip
+    return parameter_row(name, name, np.ascontiguousarray(held), in_checkpoint=found)
 
 
 def _put_layers(writer: TraceWriter, number: int, states: F64, count: int) -> None:

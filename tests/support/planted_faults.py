@@ -350,17 +350,22 @@ def _params_without_head() -> Any:
     return held
 
 
-def target_with_noise(folder: Path) -> Planted:
-    """The server's target is another one: every matrix a little off."""
+def target_with_noise(folder: Path, first_layer: int = 0, names: tuple[str, ...] = ("",)) -> Planted:
+    """The server's target is another one: matrices of some layers (those whose names hold one of `names`) a little off.
+
+    The features are those of layers 2, 4 and 5, by their inputs.
+    """
 
     def stir(held: dict[str, Any]) -> None:
         draw = np.random.default_rng(9)
         for name, one in held.items():
-            if one.ndim == 2 and "embed" not in name:
+            layer = int(name.split(".")[2]) if ".layers." in name else -1
+            if one.ndim == 2 and "embed" not in name and layer >= first_layer and any(part in name for part in names):
                 held[name] = (one.astype(np.float64) * (1 + 0.05 * draw.standard_normal(one.shape))).astype(one.dtype)
 
     path, _ = copy_checkpoint(TARGET, folder / "other-target", None, stir)
-    return Planted("target-differs", "target-differs", "target.hidden.0", serve={"target": Target(path)})
+    first = next(k for k, layer in enumerate((2, 4, 5)) if layer > first_layer)
+    return Planted("target-differs", "target-differs", f"target.hidden.{first}", serve={"target": Target(path)})
 
 
 def two_faults() -> Planted:

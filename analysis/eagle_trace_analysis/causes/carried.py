@@ -143,7 +143,7 @@ def check_slots(context: Context) -> Outcome:
                 words = f"the key of draft step {holds} in the slot of step {slot}"
                 if holds is None:
                     words = f"the key of draft step {slot} not seen"
-                yield words, replay.varied(view=view)
+                yield Hypothesis(words, replay.varied(view=view))
 
     return counterfactual(
         context,

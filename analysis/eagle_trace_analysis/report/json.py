@@ -121,8 +121,7 @@ def _replayed(one: Replayed) -> dict[str, Any]:
 def _measured(one: Measured | None) -> dict[str, Any] | None:
     if one is None:
         return None
-    names = ("rows", "rho_median", "rho_max", "channel_median", "nonfinite")
-    return {name: getattr(one, name) for name in names}
+    return dict(one.figures())
 
 
 def _coverage(coverage: Coverage) -> dict[str, Any]:

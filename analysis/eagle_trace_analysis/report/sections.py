@@ -169,6 +169,10 @@ def _sides(one: Divergence) -> str:
         "draft_id": "draft id",
         "target_id": "target id",
         "logit": "logit",
+        "digest": "digest",
+        "scale": "scale of the step by itself",
+        "coherent": "error of the step that follows its inputs",
+        "rho_median": "error of the step by itself, median row",
     }
     rows = []
     for name, label in labels.items():
