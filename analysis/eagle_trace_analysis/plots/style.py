@@ -159,7 +159,7 @@ def told(made: Any, roles: Roles) -> Any:
     layout, drawn = made.layout.to_plotly_json(), [one.to_plotly_json() for one in made.data]
     made.layout = _told(layout, roles)
     for trace, facts in zip(made.data, drawn, strict=True):
-        words = ("name", "hovertemplate", "text", "hovertext", "customdata", "colorbar")
+        words = ("name", "hovertemplate", "text", "hovertext", "customdata", "colorbar", "header")
         trace.update({name: _told(facts[name], roles) for name in words if name in facts})
     return made
 
