@@ -10,9 +10,12 @@ from __future__ import annotations
 import os
 import pickle
 import secrets
+import socket
+import struct
 import threading
 from collections import deque
-from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client, Connection, Listener, answer_challenge, deliver_challenge
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
@@ -20,6 +23,8 @@ from eagle_trace.errors import UsageError
 from eagle_trace_sglang.folders import OwnFolder
 
 Message = tuple[Any, ...]
+#: whoever connects says who it is within that time, for each message of it [s]
+GREETING_SECONDS = 2
 
 
 def packed(message: Message) -> bytes:
@@ -103,10 +108,31 @@ class Session:
         """So that `multiprocessing.connection.wait` can wait for somebody to connect."""
         return int(self._socket.fileno())
 
-    def accept(self) -> tuple[str, Connection]:
-        """Role (``engine``, ``recorder``) and connection of whoever connects next."""
-        connection: Connection = self._listener.accept()
-        return str(connection.recv()), connection
+    def accept(self) -> tuple[str, Connection] | None:
+        """Role (``engine``, ``recorder``) and connection of whoever connects next; None if it is nobody of ours.
+
+        Raises:
+            OSError: the session was closed.
+        """
+        connection: Connection = self._listener._listener.accept()  # type: ignore[attr-defined]
+        # the key is asked for here and not by the listener, which waits without end for somebody who says nothing
+        try:
+            _wait_at_most(connection, GREETING_SECONDS)
+            deliver_challenge(connection, self._key)  # type: ignore[attr-defined]
+            answer_challenge(connection, self._key)  # type: ignore[attr-defined]
+            role = str(connection.recv())
+            _wait_at_most(connection, 0)
+        except (AuthenticationError, EOFError, OSError):
+            connection.close()
+            return None
+        return role, connection
+
+
+def _wait_at_most(connection: Connection, seconds: int) -> None:
+    """Let a read or a write on `connection` fail after so many seconds; 0: never."""
+    with socket.socket(fileno=os.dup(connection.fileno())) as one:
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            one.setsockopt(socket.SOL_SOCKET, option, struct.pack("@ll", seconds, 0))
 
 
 def connect(role: str, variable: str) -> Connection | None:

@@ -91,6 +91,7 @@ def sealed(**facts: Any) -> Answer:
 
 HTTP, CHUNKED = b"HTTP/1.1 ", b"Transfer-Encoding: chunked\r\n\r\n"
 GOOD = HTTP + b"200 OK\r\n" + CHUNKED
+BAD = HTTP + b"500 No\r\n" + CHUNKED
 LONG_500 = HTTP + b"500 No\r\nContent-Length: 60000\r\n\r\n"
 AWAY = HTTP + b"302 No\r\nLocation: x\r\n\r\n"
 
@@ -125,7 +126,7 @@ ANSWERS: dict[str, tuple[str, Answer, str]] = {
     "a refusal a byte at a time": (START, raw(HTTP + b"401 No\r\n" + CHUNKED, b"1\r\nx\r\n", 0.05), "did not answer"),
     "elsewhere, a byte at a time": (STATUS, raw(AWAY, b"x", 0.05), "did not answer"),
     "chunks below zero": (STATUS, raw(GOOD + b"-1\r\n", bytes(1 << 16)), "cannot reach"),
-    "an error in chunks below zero": (STATUS, raw(HTTP + b"500 No\r\n" + CHUNKED + b"-1\r\n", bytes(1 << 16)), "with 500"),
+    "an error in chunks below zero": (STATUS, raw(BAD + b"-1\r\n", bytes(1 << 16)), "with 500"),
     "a trace in chunks below zero": (TRACE, raw(GOOD + b"-1\r\n", bytes(1 << 16)), "it broke off"),
     "chunks of one byte": (STATUS, raw(GOOD, b"1\r\n \r\n", 0.05), "did not answer"),
     "on and on": (STATUS, raw(b"", b"HTTP/1.1 100 Continue\r\n\r\n", 0.01), "did not answer"),
