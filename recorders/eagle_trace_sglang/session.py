@@ -92,7 +92,8 @@ class Session:
         self._key = secrets.token_bytes(16)
         self._listener = Listener(str(self.folder / "socket"), family="AF_UNIX", authkey=self._key)
         # accept() is only called when the socket is readable, so that a host that never connects can be noticed
-        self._socket = self._listener._listener._socket  # type: ignore[attr-defined]
+        self._raw = self._listener._listener  # type: ignore[attr-defined]
+        self._socket = self._raw._socket
 
     def close(self) -> None:
         """Close the socket and remove the folder."""
@@ -114,7 +115,7 @@ class Session:
         Raises:
             OSError: the session was closed.
         """
-        connection: Connection = self._listener._listener.accept()  # type: ignore[attr-defined]
+        connection: Connection = self._raw.accept()
         # the key is asked for here and not by the listener, which waits without end for somebody who says nothing
         try:
             _wait_at_most(connection, GREETING_SECONDS)
