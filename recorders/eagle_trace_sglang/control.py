@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from multiprocessing.connection import wait
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from eagle_trace.errors import HostError, RecordingError, UsageError
@@ -39,6 +39,8 @@ CLOSE_SECONDS = 5.0
 #: how long a recorder may take to say what it has counted, before what it said last is told again
 COUNT_SECONDS = 0.5
 WATCH_SECONDS = 0.2
+#: how long it takes to listen to a recorder that has just connected
+LISTEN_SECONDS = 0.1
 REMOVE_SECONDS = 2.0
 #: recordings of which it is still known how they ended
 MOST_OUTCOMES = 64
@@ -302,11 +304,12 @@ class Control:
         while not self._closed.is_set():
             try:
                 sources: list[Any] = [self._session, *(rank.connection for rank in self._ranks if rank.alive)]
-                ready: list[Any] = wait(sources, timeout=0.5)
+                ready: list[Any] = wait(sources, timeout=LISTEN_SECONDS)
                 if self._session in ready:
                     ready.remove(self._session)
-                    if (accepted := self._session.accept()) is not None:
-                        self._ranks.append(Rank(accepted[1]))
+                    # not here: somebody who says nothing must not make this one deaf
+                    greet = partial(self._greet, self._session.accept())
+                    threading.Thread(target=greet, name="eagle-trace-greeting", daemon=True).start()
             except (OSError, ValueError):
                 return  # closed under our hands
             for source in ready:
@@ -317,6 +320,12 @@ class Control:
                     rank.alive = False
                     message = ("failed", None, "the scheduler process ended", "")
                 self._take(rank, message)
+
+    def _greet(self, connection: Connection) -> None:
+        if self._session.greet(connection):
+            rank = Rank(connection)
+            with self._changed:
+                self._ranks.append(rank)
 
     def _take(self, rank: Rank, message: Message) -> None:
         name, *arguments = message

@@ -24,7 +24,7 @@ from eagle_trace_sglang.folders import OwnFolder
 
 Message = tuple[Any, ...]
 #: whoever connects says who it is within that time, for each message of it [s]
-GREETING_SECONDS = 2
+GREETING_SECONDS = 30
 
 
 def packed(message: Message) -> bytes:
@@ -109,24 +109,26 @@ class Session:
         """So that `multiprocessing.connection.wait` can wait for somebody to connect."""
         return int(self._socket.fileno())
 
-    def accept(self) -> tuple[str, Connection] | None:
-        """Role (``engine``, ``recorder``) and connection of whoever connects next; None if it is nobody of ours.
-
-        Raises:
-            OSError: the session was closed.
-        """
+    def accept(self) -> Connection:
+        """The connection of whoever connects next, who may be anybody; OSError once the session is closed."""
         connection: Connection = self._raw.accept()
-        # the key is asked for here and not by the listener, which waits without end for somebody who says nothing
+        return connection
+
+    def greet(self, connection: Connection) -> bool:
+        """Whether somebody who connected has the key and says what it is. Waits `GREETING_SECONDS` per message.
+
+        A listener asks for the key by itself, but waits without end for somebody who says nothing.
+        """
         try:
             _wait_at_most(connection, GREETING_SECONDS)
-            deliver_challenge(connection, self._key)  # type: ignore[attr-defined]
-            answer_challenge(connection, self._key)  # type: ignore[attr-defined]
-            role = str(connection.recv())
+            deliver_challenge(connection, self._key)
+            answer_challenge(connection, self._key)
+            connection.recv()  # its role
             _wait_at_most(connection, 0)
         except (AuthenticationError, EOFError, OSError):
             connection.close()
-            return None
-        return role, connection
+            return False
+        return True
 
 
 def _wait_at_most(connection: Connection, seconds: int) -> None:

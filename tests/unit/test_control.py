@@ -14,7 +14,6 @@ import pytest
 
 from eagle_trace.errors import HostError, OutputExistsError, RecordingError, UsageError
 from eagle_trace_sglang import control as module
-from eagle_trace_sglang import session
 from eagle_trace_sglang.control import Control
 from eagle_trace_sglang.orders import Order
 from eagle_trace_sglang.plugin import SESSION
@@ -275,10 +274,7 @@ def test_the_status_is_told_while_a_recorder_is_silent(control: Control, tmp_pat
     assert time.monotonic() - started < 3
 
 
-def test_whoever_connects_and_says_nothing_or_nonsense_makes_nobody_deaf(
-    control: Control, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(session, "GREETING_SECONDS", 1)
+def test_whoever_connects_and_says_nothing_or_nonsense_makes_nobody_deaf(control: Control, tmp_path: Path) -> None:
     address = control.environment[SESSION].split(":", 1)[1]
     silent, wrong, gone = (socket.socket(socket.AF_UNIX) for _ in range(3))
     for one in (silent, wrong, gone):
