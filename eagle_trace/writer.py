@@ -26,7 +26,7 @@ from eagle_trace.gather import kept_bytes
 from eagle_trace.inbox import Inbox
 from eagle_trace.manifest import Manifest, open_seal_name, read_manifest, seal_name
 from eagle_trace.output import check_output, prepare_output, remove_empty
-from eagle_trace.patience import FOLDER_SECONDS, MAX_WAIT
+from eagle_trace.patience import FOLDER_SECONDS, MAX_WAIT, leave_behind, refuse_one_more
 from eagle_trace.sketch import Reduced
 from eagle_trace.store import Place, join, open_store, reason
 from eagle_trace.streams import Streams
@@ -78,7 +78,7 @@ class TraceWriter:
     Raises:
         UsageError: no such level, or ranks that make no sense.
         OutputExistsError: somebody records there, or recorded there.
-        RecordingError: the folder cannot be written, or does not answer.
+        RecordingError: the folder cannot be written, or does not answer, or earlier traces still wait for their disk.
     """
 
     def __init__(
@@ -92,6 +92,7 @@ class TraceWriter:
         background: bool = False,
     ) -> None:
         _check(manifest)
+        refuse_one_more(path)
         self._store = open_store(path)
         self.path = self._store.place
         self.manifest = manifest
@@ -287,6 +288,7 @@ class TraceWriter:
         if self.failure is None:
             self.failure = error
         self._inbox.drop()
+        leave_behind(self._thread)
 
     # ---- the background thread --------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
@@ -225,6 +226,20 @@ def test_the_selection_keeps_what_was_chosen_and_every_shape(idle: Attached, tmp
     assert set(trace.rows.root.tolist()) <= set(range(5, 24))
     assert set(trace.rows.step.tolist()) <= {0, 1}
     assert len(trace.prompts) == 2
+
+
+def test_an_id_that_is_no_text_ends_nobodys_recording(idle: Attached) -> None:
+    out = Path(idle.post("/eagle_trace/start", {"requests": 2})["out"])
+    for rid in ("\ud800", "x" * 2000, 5, None, ["y"]):
+        with contextlib.suppress(urllib.error.HTTPError, OSError):  # as SGLang likes
+            sampling = {"max_new_tokens": 4, "temperature": 0}
+            idle.post("/generate", {"text": "A", "rid": rid, "sampling_params": sampling}, timeout=30)
+    assert idle.status["last"].get("outcome") != "failed"
+    if idle.status["state"] == "recording":
+        idle.generate("The", "plain-1", 4)
+        idle.post("/eagle_trace/finish", {})
+    assert idle.status["last"]["outcome"] == "sealed", idle.status["last"]
+    assert all(open_trace(out).prompts["request_id"].map(str.isprintable))
 
 
 def test_what_cannot_be_done_is_said(idle: Attached, tmp_path: Path) -> None:

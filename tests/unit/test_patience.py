@@ -198,6 +198,35 @@ def test_a_folder_that_hangs_is_not_waited_for(tmp_path: Path, monkeypatch: pyte
     assert assert_consistent(open_trace(background[0].seal())) == 1
 
 
+def test_writers_that_hang_are_few(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hang = threading.Event()
+    monkeypatch.setattr(writer, "FOLDER_SECONDS", 0.05)
+    said = []
+    before = threading.active_count()
+    for number in range(30):
+        with pytest.raises(RecordingError) as refused:
+            TraceWriter(tmp_path / f"{number}", Manifest("serve", "values", "x"), prepare=hang.wait)
+        said.append(str(refused.value))
+    assert ["does its disk hang" in words for words in said] == [True] * 4 + [False] * 26
+    assert "4 earlier attempts still wait" in said[-1]
+    assert threading.active_count() <= before + 4
+    hang.set()
+    deadline = time.monotonic() + 5
+    while threading.active_count() > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    TraceWriter(tmp_path / "after", Manifest("serve", "values", "x")).seal()
+
+
+def test_nobody_but_its_owner_enters_the_folder_of_a_trace(tmp_path: Path) -> None:
+    TraceWriter(tmp_path / "made" / "a.trace", Manifest("serve", "values", "x")).seal()
+    assert (tmp_path / "made" / "a.trace").stat().st_mode & 0o077 == 0
+    shared = tmp_path / "shared.trace"
+    shared.mkdir()
+    shared.chmod(0o750)
+    TraceWriter(shared, Manifest("serve", "values", "x")).seal()
+    assert shared.stat().st_mode & 0o777 == 0o750, "a folder that is there keeps the rights that its owner gave it"
+
+
 def test_attempts_that_hang_are_few(tmp_path: Path) -> None:
     hang = threading.Event()
     for _ in range(4):
