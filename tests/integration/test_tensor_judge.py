@@ -13,7 +13,8 @@ from eagle_trace_analysis.checkpoint import engine, kinds, schemes
 from eagle_trace_analysis.checkpoint.check import check
 from eagle_trace_analysis.checkpoint.finding import Status
 from tests.support import checkpoints as make
-from tests.support.quantised_cases import METHODS, QUANTISED
+from tests.support.quantised_cases import QUANTISED
+from tests.support.quantised_forms import METHODS
 from tests.support.tensor_cases import CASES, FINE, PARTLY, REFUSES, UNBUILT, Case, Write, flat
 from tests.support.tensor_judge import ask
 

@@ -11,7 +11,8 @@ from eagle_trace_analysis.checkpoint.check import check
 from eagle_trace_analysis.checkpoint.finding import Status
 from tests.support import checkpoints as make
 from tests.support.check_cases import named, troubles
-from tests.support.quantised_cases import METHODS, QUANTISED, as_method
+from tests.support.quantised_cases import QUANTISED, as_method
+from tests.support.quantised_forms import METHODS
 from tests.support.tensor_cases import CASES, Case
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from eagle_trace_analysis.checkpoint import accepts, engine
+from eagle_trace_analysis.checkpoint.files import as_float32
 from eagle_trace_analysis.checkpoint.finding import Finding, failed, passed, skipped, warned
 from eagle_trace_analysis.checkpoint.subject import Subject
 
@@ -131,6 +132,7 @@ def check_decoder(subject: Subject) -> Finding:
         if n.endswith((".q_norm.weight", ".k_norm.weight", ".bias"))
         and n != "fc.bias"
         and n not in engine.parameters(subject.served)
+        and not _is_zero_bias(subject, n)
     ]
     if extra:
         problems.append(f"the engine drops {', '.join(extra[:4])}")
@@ -148,6 +150,12 @@ def check_decoder(subject: Subject) -> Finding:
         )
     said = "" if kind == "llama" else f" (model_type {kind} picks the config class only)"
     return passed(name, cause, f"a llama layer with silu and no biases, as the engine computes{said}")
+
+
+def _is_zero_bias(subject: Subject, name: str) -> bool:
+    """Whether a tensor is a bias of zeros, which adds nothing where it is dropped."""
+    stored = subject.tensors[name]
+    return name.endswith(".bias") and stored.is_float and not as_float32(stored.read()).any()
 
 
 def _other_defaults(subject: Subject) -> str:

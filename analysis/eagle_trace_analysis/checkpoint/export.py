@@ -114,6 +114,8 @@ def sglang_config(
             "these; train with other layers"
         )
     flat = {key: value for key, value in config["transformer_layer_config"].items() if not key.startswith("_")}
+    # a share of each head is rotated by SGLang's llama layer only: the layer that was trained rotates whole heads
+    flat.pop("partial_rotary_factor", None)
     types = (config_class({"model_type": "llama"}) or {"types": {}})["types"]
     # a null where the class takes none stands for a key that is not there
     flat = {key: value for key, value in flat.items() if value is not None or fits(None, types.get(key, "None"))}
