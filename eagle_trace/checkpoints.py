@@ -20,12 +20,16 @@ def read_config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     if not folder.is_dir():
         raise CheckpointError(f"there is no folder {folder}: give the folder of a checkpoint")
+    if path.exists() and not path.is_file():
+        raise CheckpointError(f"{path} is not a file: give the folder of a checkpoint")
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: give the folder of a checkpoint ({error.strerror})") from error
     except ValueError as error:
         raise CheckpointError(f"{path} is not JSON: {error}") from error
+    except RecursionError as error:
+        raise CheckpointError(f"{path} is nested too deeply to be a config") from error
     if not isinstance(config, dict):
         raise CheckpointError(f"{path} holds no JSON object")
     return config

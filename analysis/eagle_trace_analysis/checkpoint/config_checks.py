@@ -24,6 +24,14 @@ def check_format(subject: Subject) -> Finding:
         said = f"architectures is {architectures}, and " if architectures else ""
         left = [name for name in subject.checkpoint.unlisted if not name.endswith(".safetensors")]
         skips = f"; SGLang loads the safetensors alone and leaves {', '.join(left[:3])}" if left else ""
+        if kind.fits:
+            return skipped(
+                "format",
+                "",
+                f"architectures is {architectures}, and the tensors are those of {kind.name}: {kind.marks}. Serve with "
+                f"--speculative-algorithm EAGLE3; this command knows {engine.ARCHITECTURE} only, so nothing else was "
+                "checked",
+            )
         return failed(
             "format",
             "",

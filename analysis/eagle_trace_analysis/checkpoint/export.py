@@ -33,6 +33,7 @@ from eagle_trace_analysis.checkpoint.engine import (
     ids_that_capture,
 )
 from eagle_trace_analysis.checkpoint.files import INDEX, Checkpoint, StoredTensor, open_checkpoint, stored_dtype
+from eagle_trace_analysis.checkpoint.kinds import refuse_other_types
 
 #: where `export` puts the tensors that SGLang wants under a second name
 SECOND_NAMES = "hidden-norms.safetensors"
@@ -49,8 +50,7 @@ def read_speculators_config(draft: Path) -> dict[str, Any]:
     config = read_config(draft)
     if "transformer_layer_config" not in config:
         raise CheckpointError(f"{draft} is not in speculators format: its config has no transformer_layer_config")
-    if config.get("speculators_model_type") != "eagle3":
-        raise CheckpointError(f"{draft} is a {config.get('speculators_model_type')} speculator, not eagle3")
+    refuse_other_types(draft, config.get("speculators_model_type"))
     return dict(config)
 
 

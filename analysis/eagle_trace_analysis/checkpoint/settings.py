@@ -115,6 +115,15 @@ def check_rope(subject: Subject) -> Finding:
     name, cause, served = "rope", "rope-theta", engine.rope_settings(subject.full)
     words = ", ".join(f"{k} {v}" for k, v in sorted(served.items()))
     if subject.trained_layer is None:
+        share = subject.served.get("partial_rotary_factor", 1.0)
+        if share != 1:
+            return warned(
+                name,
+                cause,
+                f"partial_rotary_factor is {share}: the engine rotates that share of a head, and transformers' llama "
+                "layer, with which drafts are trained, rotates whole heads whatever the key says",
+                "remove partial_rotary_factor, unless it was trained with a layer that reads it",
+            )
         return skipped(name, cause, f"served with {words}; {ASK}")
     trained = engine.trained_rope(subject.trained_layer)
     differ = [
@@ -203,10 +212,8 @@ def check_tied(subject: Subject) -> Finding:
     name, cause = "tied-head", "lm-head-tied"
     if not subject.full["tie_word_embeddings"]:
         return passed(name, cause, "tie_word_embeddings is off: the draft's own head is used")
-    head, tied = (
-        subject.tensors.get("lm_head.weight"),
-        subject.target and subject.target.config.get("tie_word_embeddings"),
-    )
+    head = subject.tensors.get("lm_head.weight")
+    tied = subject.target is not None and subject.target.config.get("tie_word_embeddings")
     own = head is not None
     whole = subject.full.get("draft_vocab_size") == subject.full["vocab_size"]
     if whole and head is None and tied:

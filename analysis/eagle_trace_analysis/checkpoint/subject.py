@@ -21,9 +21,9 @@ from eagle_trace_analysis.checkpoint.files import (
     open_checkpoint,
     stored_dtype,
 )
-from eagle_trace_analysis.checkpoint.kinds import Kind, recognise
+from eagle_trace_analysis.checkpoint.kinds import Kind, recognise, refuse_other_types
 from eagle_trace_analysis.checkpoint.refusal import Refusal
-from eagle_trace_analysis.checkpoint.target_classes import is_known, target_class
+from eagle_trace_analysis.checkpoint.target_classes import target_class
 
 
 @dataclass(frozen=True)
@@ -187,17 +187,8 @@ def open_subject(draft: Path, target: Path | None, reference: Path | None) -> Su
         served, kind = _as_exported(checkpoint, ids, known_target), "speculators"
     else:
         served, kind = dict(checkpoint.config), "sglang"
-        _refuse_other_layers(draft, served)
     refused = refusals(served)
     return Subject(checkpoint, kind, repaired(served), trained, ids, known_target, other, refused)
-
-
-def _refuse_other_layers(draft: Path, config: Mapping[str, Any]) -> None:
-    """Refuse a draft for another EAGLE-3 class of the engine's: its layer is another one."""
-    names = config.get("architectures")
-    name = names[0] if isinstance(names, list) and names else None
-    if isinstance(name, str) and name != engine.ARCHITECTURE and "eagle3" in name.lower() and is_known(name):
-        raise CheckpointError(f"{draft} is for the class {name}: this command knows {engine.ARCHITECTURE} only")
 
 
 def _open_exported(folder: Path) -> Checkpoint:
@@ -242,9 +233,7 @@ def _need_numbers(folder: Path, config: Mapping[str, Any]) -> None:
 
 
 def _refuse_others(checkpoint: Checkpoint) -> None:
-    kind = checkpoint.config.get("speculators_model_type", "eagle3")
-    if kind != "eagle3":
-        raise CheckpointError(f"{checkpoint.folder} is a {kind} speculator, not eagle3")
+    refuse_other_types(checkpoint.folder, checkpoint.config.get("speculators_model_type", "eagle3"))
     _need_numbers(checkpoint.folder, nested_config(checkpoint.config))
     _need_numbers(checkpoint.folder, checkpoint.config)
 
