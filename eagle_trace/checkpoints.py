@@ -35,6 +35,18 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The part of a model's config that describes its language model: the config itself, or one it holds.
+
+    The keys and their order are SGLang's (`get_hf_text_config`).
+    """
+    for key in ("thinker_config", "llm_config", "language_config", "text_config"):
+        inner = config.get(key)
+        if isinstance(inner, Mapping) and inner:
+            return text_config(inner) if key == "thinker_config" else inner
+    return config
+
+
 def config_digest(config: Mapping[str, Any]) -> str:
     """Digest of a config's content, the same for the same content on both sides: 16 hex digits."""
     return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:16]

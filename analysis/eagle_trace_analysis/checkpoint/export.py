@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from eagle_trace.checkpoints import read_config
+from eagle_trace.checkpoints import read_config, text_config
 from eagle_trace.errors import CheckpointError, OutputExistsError
 from eagle_trace_analysis.checkpoint.accepts import config_class, fits, refusals
 from eagle_trace_analysis.checkpoint.engine import (
@@ -75,6 +75,13 @@ def what_sglang_cannot_compute(config: Mapping[str, Any]) -> list[str]:
     return reasons
 
 
+def _layers(target_config: Mapping[str, Any], target: Path) -> int:
+    layers = text_config(target_config).get("num_hidden_layers")
+    if type(layers) is not int:
+        raise CheckpointError(f"{target / 'config.json'} is no target's config: it has no num_hidden_layers")
+    return layers
+
+
 def aux_layer_ids(config: Mapping[str, Any], target: Path | None) -> list[int]:
     """Layer ids of the target features in speculators' convention (the default [2, L//2, L-3] needs the target's L).
 
@@ -87,7 +94,7 @@ def aux_layer_ids(config: Mapping[str, Any], target: Path | None) -> list[int]:
     if target is None:
         raise CheckpointError("the draft's config names no layer ids: give --target, whose layers the default counts")
     target_config = read_config(target)
-    return default_inputs(int(target_config.get("text_config", target_config)["num_hidden_layers"]))
+    return default_inputs(_layers(target_config, target))
 
 
 def sglang_config(
@@ -105,7 +112,7 @@ def sglang_config(
     """
     target = target or {}
     architecture = next(iter(target.get("architectures") or []), None)
-    layers = target.get("text_config", target).get("num_hidden_layers")
+    layers = text_config(target).get("num_hidden_layers")
     ids = ids_that_capture(layer_ids, layers, architecture)
     if ids is None:
         raise CheckpointError(
@@ -141,7 +148,7 @@ def sglang_config(
 def doubtful_ids(ids: list[int], target: Mapping[str, Any] | None) -> list[str]:
     """A sentence if the layer ids of a speculators config look copied from a serving config as they are."""
     target = target or {}
-    layers = target.get("text_config", target).get("num_hidden_layers")
+    layers = text_config(target).get("num_hidden_layers")
     fitting = copied_from_serving(ids, layers, next(iter(target.get("architectures") or []), None))
     if fitting is None:
         return []

@@ -8,10 +8,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from eagle_trace.checkpoints import read_config
+from eagle_trace.checkpoints import read_config, text_config
 from eagle_trace.errors import CheckpointError
 from eagle_trace_analysis.checkpoint import engine
-from eagle_trace_analysis.checkpoint.accepts import SIZES, refusals, repaired
+from eagle_trace_analysis.checkpoint.accepts import SIZES, refusals, repaired, target_refusals
 from eagle_trace_analysis.checkpoint.accepts import config_class as accepts_class
 from eagle_trace_analysis.checkpoint.export import aux_layer_ids, second_names, sglang_config
 from eagle_trace_analysis.checkpoint.files import (
@@ -25,14 +25,18 @@ from eagle_trace_analysis.checkpoint.kinds import Kind, recognise, refuse_other_
 from eagle_trace_analysis.checkpoint.refusal import Refusal
 from eagle_trace_analysis.checkpoint.target_classes import target_class
 
+#: sizes of a target's layers that no check reads
+UNREAD = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+
 
 @dataclass(frozen=True)
 class Target:
-    """The target model: its text config, and its weights where they are there."""
+    """The target model: its text config, its weights where they are there, and what the engine stops at."""
 
     folder: Path
     config: Mapping[str, Any]
     architecture: str | None
+    refused: Sequence[Refusal] = ()
 
     @property
     def layers(self) -> int:
@@ -151,10 +155,11 @@ def open_target(folder: Path) -> Target:
         CheckpointError: no config, or one that counts no layers.
     """
     config = read_config(folder)
-    text = config.get("text_config")
-    own = dict(text) if isinstance(text, Mapping) else dict(config)
+    own = dict(text_config(config))
     if not isinstance(own.get("num_hidden_layers"), int):
         raise CheckpointError(f"{folder / 'config.json'} is no target's config: it has no num_hidden_layers")
+    # some models have a size per layer, where one number is read here of a draft
+    own = {key: value for key, value in own.items() if key not in UNREAD or not isinstance(value, list)}
     _need_numbers(folder, own)
     for outer in ("tie_word_embeddings", "dtype", "torch_dtype"):
         if outer in config:
@@ -163,7 +168,8 @@ def open_target(folder: Path) -> Target:
         # the defaults of other families are not known here: what their config omits is not compared
         own = engine.with_defaults(own)
     # a multimodal target is registered under the outer class
-    return Target(folder, own, target_class(config.get("architectures") or own.get("architectures")))
+    architecture = target_class(config.get("architectures") or own.get("architectures"))
+    return Target(folder, own, architecture, target_refusals(config, text_config(config)))
 
 
 def open_subject(draft: Path, target: Path | None, reference: Path | None) -> Subject:
