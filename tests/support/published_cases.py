@@ -5,6 +5,7 @@ Judged as the other cases are; see `tensor_cases`.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -32,6 +33,14 @@ def mapped(**changed: Any) -> Write:
     return folder(flat(), T | changed)
 
 
+def beside(generation_config: str) -> Write:
+    def write(path: Path) -> None:
+        make.write_checkpoint(path, flat(), T)
+        (path / "generation_config.json").write_text(generation_config)
+
+    return write
+
+
 def prefixed(prefix: str) -> Write:
     return folder(flat(), {f"{prefix}{name}": value for name, value in T.items()})
 
@@ -51,6 +60,17 @@ PUBLISHED = [
     Case("Qwen2-VL without sections", rope(old=True, type="mrope"), REFUSES, "config", '"mrope"', "as trained"),
     Case("a share inside the rotary embedding", rope(rope_type="default", rope_theta=1e5, partial_rotary_factor=0.5)),
     Case("a share of each head", folder(flat(partial_rotary_factor=0.5), T), warns=("rope",)),
+    # ---- beside the config
+    Case("a generation config", beside('{"temperature": "hot", "top_k": -5}')),
+    Case("a generation config that is not JSON", beside("{")),
+    Case(
+        "a generation config that is a list",
+        beside("[]"),
+        REFUSES,
+        "config",
+        "generation_config.json holds []",
+        "delete",
+    ),
     # ---- ties
     Case("tied, all ids, no head", folder(flat(tie_word_embeddings=True, **WHOLE), NO_MAP), warns=("tied-head",)),
     Case(

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 from eagle_trace_analysis.checkpoint import accepts, engine
 from eagle_trace_analysis.checkpoint.files import as_float32
 from eagle_trace_analysis.checkpoint.finding import Finding, failed, passed, skipped, warned
+from eagle_trace_analysis.checkpoint.refusal import Refusal, shown
 from eagle_trace_analysis.checkpoint.subject import Subject
 
 
@@ -82,6 +86,7 @@ def check_config(subject: Subject) -> Finding:
     if subject.checkpoint.config.get("target_hidden_size", 1) is None:
         elsewhere.add("target_hidden_size")
     refused = [refusal for refusal in subject.refused if refusal.key not in elsewhere]
+    refused += _generation_config(subject.checkpoint.folder)
     if refused:
         return failed(
             name,
@@ -114,6 +119,22 @@ def check_config(subject: Subject) -> Finding:
             'set model_type to "llama"',
         )
     return passed(name, cause, f"every key is of a type that {entry['class']} and the engine take")
+
+
+def _generation_config(folder: Path) -> list[Refusal]:
+    """The engine reads a draft's generation config, which it does not use, and stops at one that is not an object.
+
+    One that is not JSON at all is taken for none.
+    """
+    path = folder / "generation_config.json"
+    try:
+        held = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    except (OSError, ValueError, RecursionError):
+        return []
+    if isinstance(held, dict):
+        return []
+    why = f"generation_config.json holds {shown(held)}, not an object"
+    return [Refusal("generation_config.json", why, "delete generation_config.json: a draft needs none")]
 
 
 def check_decoder(subject: Subject) -> Finding:
