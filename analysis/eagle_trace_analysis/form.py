@@ -158,5 +158,6 @@ def form_of(config: Mapping[str, Any]) -> Form:
 
 
 def _window(layer: Mapping[str, Any]) -> int | None:
-    kinds = layer.get("layer_types") or []
-    return int(layer["sliding_window"]) if "sliding_attention" in kinds and layer.get("sliding_window") else None
+    kinds = layer.get("layer_types")
+    slides = isinstance(kinds, list) and "sliding_attention" in kinds
+    return int(layer["sliding_window"]) if slides and layer.get("sliding_window") else None

@@ -22,7 +22,7 @@ def check_format(subject: Subject) -> Finding:
             f"{engine.ENGINE}",
         )
     architectures = subject.checkpoint.config.get("architectures")
-    name = architectures[0] if isinstance(architectures, list) and architectures else None
+    name = str(architectures[0]) if isinstance(architectures, list) and architectures else None
     kind = subject.kind
     if kind is not None:
         said = f"architectures is {architectures}, and " if architectures else ""

@@ -34,6 +34,7 @@ from eagle_trace_analysis.checkpoint.engine import (
 )
 from eagle_trace_analysis.checkpoint.files import INDEX, Checkpoint, StoredTensor, open_checkpoint, stored_dtype
 from eagle_trace_analysis.checkpoint.kinds import refuse_other_types
+from eagle_trace_analysis.checkpoint.refusal import shown
 
 #: where `export` puts the tensors that SGLang wants under a second name
 SECOND_NAMES = "hidden-norms.safetensors"
@@ -51,6 +52,8 @@ def read_speculators_config(draft: Path) -> dict[str, Any]:
     if "transformer_layer_config" not in config:
         raise CheckpointError(f"{draft} is not in speculators format: its config has no transformer_layer_config")
     refuse_other_types(draft, config.get("speculators_model_type"))
+    if not isinstance(config["transformer_layer_config"], Mapping):
+        raise CheckpointError(f"the transformer_layer_config of {draft} is not an object")
     return dict(config)
 
 
@@ -86,11 +89,15 @@ def aux_layer_ids(config: Mapping[str, Any], target: Path | None) -> list[int]:
     """Layer ids of the target features in speculators' convention (the default [2, L//2, L-3] needs the target's L).
 
     Raises:
-        CheckpointError: the config names none and there is no target to count the layers of.
+        CheckpointError: the config names no list; or none, and there is no target to count the layers of.
     """
     ids = config.get("eagle_aux_hidden_state_layer_ids")
     if ids:
-        return [int(i) for i in ids]
+        if not isinstance(ids, list) or any(type(i) is not int for i in ids):
+            raise CheckpointError(
+                f"eagle_aux_hidden_state_layer_ids in the speculators config is {shown(ids)}, not a list of layer ids"
+            )
+        return list(ids)
     if target is None:
         raise CheckpointError("the draft's config names no layer ids: give --target, whose layers the default counts")
     target_config = read_config(target)
@@ -129,7 +136,7 @@ def sglang_config(
     flat |= {
         "architectures": [ARCHITECTURE],
         "model_type": "llama",
-        "draft_vocab_size": config["draft_vocab_size"],
+        "draft_vocab_size": config.get("draft_vocab_size", 32000),  # speculators' own default
         "tie_word_embeddings": False,
         "dtype": dtype,
         "eagle_config": {

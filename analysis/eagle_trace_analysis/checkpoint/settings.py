@@ -195,8 +195,8 @@ def check_max_position(subject: Subject) -> Finding:
 def check_window(subject: Subject) -> Finding:
     """Sliding-window attention, which the engine takes from a server argument and not from the config."""
     source = subject.trained_layer or subject.full
-    kinds = source.get("layer_types") or []
-    if "sliding_attention" in kinds:
+    kinds = source.get("layer_types")
+    if isinstance(kinds, list) and "sliding_attention" in kinds:
         window = source.get("sliding_window")
         return warned(
             "sliding-window",
