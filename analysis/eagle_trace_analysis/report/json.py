@@ -85,6 +85,8 @@ def _accept_length(accept: AcceptLength) -> dict[str, Any]:
         "undecided": accept.undecided,
         "better": accept.better,
         "worse": accept.worse,
+        "branches": accept.branches,
+        "comparable": accept.comparable,
     }
 
 
@@ -119,8 +121,7 @@ def _replayed(one: Replayed) -> dict[str, Any]:
 def _measured(one: Measured | None) -> dict[str, Any] | None:
     if one is None:
         return None
-    names = ("rows", "rho_median", "rho_max", "channel_median", "nonfinite")
-    return {name: getattr(one, name) for name in names}
+    return dict(one.figures())
 
 
 def _coverage(coverage: Coverage) -> dict[str, Any]:

@@ -96,7 +96,7 @@ def _cards(diff: Diff) -> Iterable[tuple[str, str]]:
     if accept.observed is None:
         yield "not known", "accept length: the serve trace holds no verify rounds"
     else:
-        more = "" if accept.predicted is None else f"; {accept.predicted:.2f} predicted by the training forward"
+        more = f"; {accept.predicted:.2f} predicted by the training forward" if accept.comparable else ""
         yield f"{accept.observed:.2f}", f"accept length (tokens a verify round, bonus included){more}"
     verdicts = [result.verdict for result in diff.sites]
     differ, compared = verdicts.count("diverged"), len(verdicts) - verdicts.count("not compared")
@@ -169,6 +169,10 @@ def _sides(one: Divergence) -> str:
         "draft_id": "draft id",
         "target_id": "target id",
         "logit": "logit",
+        "digest": "digest",
+        "scale": "scale of the step by itself",
+        "coherent": "error of the step that follows its inputs",
+        "rho_median": "error of the step by itself, median row",
     }
     rows = []
     for name, label in labels.items():

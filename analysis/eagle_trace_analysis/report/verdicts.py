@@ -48,9 +48,11 @@ def print_rest(diagnosis: Diagnosis, console: Console, *, whole: bool) -> None:
         console.print(Text(f"not tested ({len(left)})", style="bold"))
         for one in left:
             _row(console, one.cause, _untested(one))
-    for line in _replay_lines(diagnosis.replay):
+    lines = list(replay_lines(diagnosis.replay))
+    if lines:
         console.print()
         console.print(Text("every step by itself", style="bold"))
+    for line in lines:
         _wrapped(console, line)
 
 
@@ -58,13 +60,31 @@ def _untested(one: CauseVerdict) -> str:
     return f"{one.evidence}; to test it: {one.fix}" if one.fix else one.evidence
 
 
-def _replay_lines(replay: tuple[Replayed, ...]) -> Iterator[str]:
+def replay_lines(replay: tuple[Replayed, ...]) -> Iterator[str]:
+    """How many steps follow from their own inputs, and how small a fault would have been seen; nothing if none was
+    recomputed.
+    """
     counts = {name: sum(one.verdict == name for one in replay) for name in ("reproduced", "faulty", "not replayed")}
     if counts["reproduced"] + counts["faulty"]:
         text = f"{counts['reproduced']} of {len(replay)} steps of the server follow from its own inputs as trained"
         names = list(dict.fromkeys(one.site for one in replay if one.verdict == "faulty"))
         text += f"; not so {', '.join(names)}" if names else ""
         yield text + (f" ({counts['not replayed']} not recomputed)" if counts["not replayed"] else "")
+    seen = [
+        (abs(found.coherent), found.limits.coherent, one)
+        for one in replay
+        if one.verdict == "reproduced"
+        and one.serve is not None
+        and (found := one.serve.systematic) is not None
+        # what is larger stands on too few rows to be anything
+        and abs(found.coherent) <= found.limits.coherent
+    ]
+    if seen:
+        share, limit, worst = max(seen, key=lambda item: item[0] / item[1])
+        yield (
+            f"the error that follows the inputs, as a fault's does and rounding does not, is at most {share:.1e} "
+            f"({worst.site}, step {worst.step}; {limit:.1e} allowed)"
+        )
 
 
 def _row(console: Console, name: str, text: str) -> None:
