@@ -66,6 +66,7 @@ class Manifest:
         stopped: None, or why recording stopped early: ``max-bytes``, or a few words.
         flushed: ISO 8601 time, UTC, up to which all that was recorded is in `files`.
         recorder: ``host:pid`` of the process that is recording; empty once it is done.
+        waited_seconds: how long the host waited for the disk while it was recorded, in all [s].
         rank, ranks: number of the process that wrote this manifest, and how many write into the trace.
         tp_rank: which part of each sharded site this rank holds; 0 speaks for its group.
         dp_rank: ranks of another number hold other rows.
@@ -90,6 +91,7 @@ class Manifest:
     stopped: str | None = None
     flushed: str = ""
     recorder: str = ""
+    waited_seconds: float = 0.0
     rank: int = 0
     ranks: int = 1
     tp_rank: int = 0
@@ -196,6 +198,7 @@ def spokesman(manifests: Sequence[Manifest]) -> Manifest:
         first,
         warnings=[*first.warnings, *warnings],
         stopped=first.stopped or next(iter(stopped), None),
+        waited_seconds=max(one.waited_seconds for one in manifests),
         prompts_digest=first.prompts_digest if alone else "",
     )
 
@@ -232,6 +235,10 @@ def _count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 62
 
 
+def _seconds(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < float("inf")
+
+
 def _files(value: Any) -> bool:
     return isinstance(value, dict) and all(
         _inside(name)
@@ -257,6 +264,7 @@ _CHECKS = {
     **dict.fromkeys(("changes", "argv", "warnings"), _texts),
     "not_materialised": lambda value: isinstance(value, list) and all(map(_of_texts, value)),
     "stopped": lambda value: value is None or _text(value),
+    "waited_seconds": _seconds,
     **dict.fromkeys(("rank", "tp_rank", "dp_rank", "format_version"), _count),
     "ranks": lambda value: _count(value) and 1 <= value <= 1 << 16,
     "files": _files,

@@ -108,6 +108,7 @@ class TraceWriter:
         self._saved_at = time.monotonic()
         self._dirty = False
         self._prepare = prepare
+        self._mine = False
         self._opened = threading.Event()
         self._thread = threading.Thread(target=self._run, name="eagle-trace-writer", daemon=True)
         self._thread.start()
@@ -135,6 +136,7 @@ class TraceWriter:
             if store.exists(seal):
                 raise OutputExistsError(taken)
             store.create(open_seal_name(manifest.rank), manifest.to_bytes())
+            self._mine = True
         except FileExistsError as error:
             raise OutputExistsError(taken) from error
         except OSError as error:
@@ -159,6 +161,15 @@ class TraceWriter:
     def patience(self) -> float:
         """How long the host may still wait for the disk in this recording [s]."""
         return self._inbox.patience
+
+    @property
+    def waited(self) -> float:
+        """How long the host has waited for the disk in this recording so far, in all [s]."""
+        return round(self._inbox.waited, 3)
+
+    def spend(self, seconds: float) -> None:
+        """Count `seconds` that the host has waited for the disk of its own accord."""
+        self._inbox.spend(seconds)
 
     @property
     def _leads(self) -> bool:
@@ -303,15 +314,14 @@ class TraceWriter:
     def _run(self) -> None:
         try:
             self._guarded(self._open)
-            if self.failure is not None:
-                return
-            self._opened.set()
-            self._work()
-            self._guarded(self._save)
-            self._streams.discard()
-            if not self._aborted:
-                self._guarded(self._write_seal)
-            if self.failure is not None:
+            if self.failure is None:
+                self._opened.set()
+                self._work()
+                self._guarded(self._save)
+                self._streams.discard()
+                if not self._aborted:
+                    self._guarded(self._write_seal)
+            if self.failure is not None and self._mine:
                 self._note_failure()
         finally:
             self._opened.set()
@@ -367,6 +377,7 @@ class TraceWriter:
             with contextlib.suppress(OSError, TraceError):
                 saved = read_manifest(self._store, open_seal_name(self.manifest.rank))
                 saved.recorder, saved.stopped = "", reason(self.failure)
+                saved.waited_seconds = self.waited
                 saved.write(self._store, open_seal_name(saved.rank))
 
     def _guarded(self, work: Callable[[], None]) -> None:
@@ -395,6 +406,7 @@ class TraceWriter:
         self._saved_at = time.monotonic()
         self._dirty = False
         self.manifest.flushed = datetime.now(UTC).isoformat(timespec="seconds")
+        self.manifest.waited_seconds = self.waited
         try:
             self.manifest.write(self._store, open_seal_name(self.manifest.rank))
         except OSError as error:

@@ -106,7 +106,8 @@ class Recording:
         """The counts of a sealed recording, what this rank wrote of it, and why it ended early."""
         manifest = self.writer.manifest
         written = sum(facts["bytes"] for facts in manifest.files.values()) + len(manifest.to_bytes())
-        return self.counts | {"bytes": written, "files": len(manifest.files) + 1, "stopped": manifest.stopped}
+        files = {"bytes": written, "files": len(manifest.files) + 1}
+        return self.counts | files | {"stopped": manifest.stopped, "waited_seconds": manifest.waited_seconds}
 
     def _new_prompt(self, rid: str, request: Any) -> dict[str, Any]:
         """What is known of a request before it is computed; nothing here changes while it is."""

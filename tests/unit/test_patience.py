@@ -49,7 +49,7 @@ def test_the_host_waits_no_longer_in_all_than_it_was_told(monkeypatch: pytest.Mo
     for call in range(50):
         inbox.put("values", call, 30, call)
     assert inbox.slow
-    assert clock.now == pytest.approx(0.2)
+    assert inbox.waited == clock.now == pytest.approx(0.2)
 
 
 def test_of_the_forward_that_waited_too_long_the_rest_is_taken_and_of_later_ones_nothing(
@@ -67,6 +67,7 @@ def test_waiting_elsewhere_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     for call in range(50):
         inbox.put("values", call, 30, call)
     assert clock.now == pytest.approx(0.05)
+    assert inbox.waited == pytest.approx(0.2)
 
 
 def test_where_nobody_else_waits_a_disk_that_moves_is_waited_for_and_one_that_hangs_is_not(
@@ -133,6 +134,7 @@ def test_a_disk_that_hangs_for_a_while_costs_the_host_its_share_and_the_trace_sa
     gate.set()
     trace = open_trace(one.seal())
     assert trace.manifest.stopped == TOO_SLOW
+    assert 0.1 <= trace.manifest.waited_seconds < 0.5
     assert 2 <= assert_consistent(trace) < 20
 
 
