@@ -6,7 +6,7 @@ import contextlib
 import json
 import re
 from collections.abc import Collection, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 from eagle_trace.capture import LEVELS
@@ -106,11 +106,12 @@ class Manifest:
 
     def to_json(self) -> str:
         """The manifest as indented JSON text."""
+        facts = vars(self)
         for _ in range(_ATTEMPTS):
             # the recorder may add a setting or a warning just now, from a thread of its own
             with contextlib.suppress(RuntimeError):
-                return json.dumps(asdict(self), indent=1, ensure_ascii=False) + "\n"
-        return json.dumps(asdict(self), indent=1, ensure_ascii=False) + "\n"
+                return json.dumps(facts, indent=1, ensure_ascii=False) + "\n"
+        return json.dumps(facts, indent=1, ensure_ascii=False) + "\n"
 
     def to_bytes(self) -> bytes:
         """The manifest as it lies in its file; what UTF-8 cannot hold (a command line may) is escaped."""
