@@ -47,8 +47,8 @@ KEPT_GRAPHS = (
 )
 #: how long a rank that is behind may take to record what rank 0 has recorded
 CATCH_UP_SECONDS = 30.0
-#: how long a process that ends may take to seal: of the 5 s that are promised, one is for all else
-LEAVE_SECONDS = 4.0
+#: how long a process that ends may take to seal: of the 5 s that are promised, the rest is for all else
+LEAVE_SECONDS = 3.0
 PACKAGES = ("sglang", "torch", "transformers", "numpy", "eagle-trace")
 
 
