@@ -84,6 +84,8 @@ class ServeRecorder:
     @classmethod
     def attach(cls, worker: Any) -> ServeRecorder:
         """Connect to SGLang's main process, report what was found, and wait for orders in a thread of its own."""
+        import pandas  # noqa: F401 (pyarrow imports it with its first array: not while the first recording runs)
+
         connection = connect("recorder", SESSION)
         if connection is None:
             raise RuntimeError("armed without a session")

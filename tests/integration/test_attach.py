@@ -289,7 +289,7 @@ def test_a_killed_scheduler_leaves_a_partial_trace_and_a_clear_word(tree: Attach
         while not (len(tree.traces) > 1 and list(tree.traces[-1].glob("rows.parquet/*"))):
             assert time.monotonic() < deadline
             time.sleep(0.1)
-        schedulers = [process for process in tree.processes if "scheduler" in process.name()]
+        schedulers = [process for process in tree.processes if "scheduler" in "".join(process.cmdline())]
         assert schedulers
         for process in schedulers:
             process.kill()
