@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+import re
+import struct
+import threading
+import zlib
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,3 +43,76 @@ def config_digest(config: Mapping[str, Any]) -> str:
 def checkpoint_facts(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     """Path, config and config digest of a checkpoint, as a manifest holds them."""
     return {"path": str(folder.resolve()), "config_digest": config_digest(config), "config": dict(config)}
+
+
+# ---- a sample of the weights, so that two folders can be told apart without reading them ---------------------------
+
+#: of each tensor, the bytes read at each of some places spread over it; and tensors sampled at most
+BLOCK, PLACES, MOST_TENSORS = 512, 4, 1024
+#: what a safetensors header may take (the format's own limit)
+_MOST_HEADER = 100_000_000
+
+
+def sampled_tensors(folder: Path, seconds: float = 0.2) -> dict[str, str]:
+    """A checksum of a sample of each tensor, by stored name: ``BF16 1a2b3c4d`` (dtype, CRC-32 of `PLACES` blocks).
+
+    Two targets of which any differs are two targets; equal samples do not prove that they are one. Of a model's many
+    experts, the first of each layer is sampled. The caller waits `seconds` at most, whatever the disk does, and is
+    given what was read by then.
+
+    Args:
+        folder: a checkpoint folder.
+        seconds: to wait.
+    """
+    found: dict[str, str] = {}
+    given_up = threading.Event()
+
+    def read() -> None:
+        try:
+            for name, dtype, checksum in _samples(folder):
+                if given_up.is_set():
+                    return
+                found[name] = f"{dtype} {checksum:08x}"
+        except (OSError, ValueError, KeyError, TypeError, struct.error):
+            # a folder that cannot be sampled has no sample; whoever opens it for its weights says why
+            return
+
+    reader = threading.Thread(target=read, name="eagle-trace-sample", daemon=True)
+    reader.start()
+    reader.join(seconds)
+    given_up.set()
+    return dict(found)
+
+
+def _samples(folder: Path) -> Iterator[tuple[str, str, int]]:
+    places: dict[str, tuple[Path, str, int, int]] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with file.open("rb") as stream:
+            (length,) = struct.unpack("<Q", stream.read(8))
+            if length > _MOST_HEADER:
+                return
+            header = json.loads(stream.read(length))
+        for name, entry in header.items():
+            if name != "__metadata__":
+                begin, end = entry["data_offsets"]
+                places[name] = file, str(entry["dtype"]), 8 + length + int(begin), int(end) - int(begin)
+    alike: dict[str, str] = {}
+    for name in sorted(places):
+        alike.setdefault(re.sub(r"\.experts\.\d+\.", ".experts.", name), name)
+    names = list(alike.values())
+    picked = {round(k * (len(names) - 1) / (MOST_TENSORS - 1)) for k in range(MOST_TENSORS)} if names else set()
+    # spread over the model at any time (by the golden ratio), so that a sample that ends early has its last layers too
+    for at in sorted(picked, key=lambda k: k * 0.6180339887498949 % 1):
+        file, dtype, start, size = places[names[at]]
+        checksum = 0
+        with file.open("rb", buffering=0) as stream:
+            for place in range(PLACES):
+                stream.seek(start + (size - BLOCK) * place // (PLACES - 1) if size > BLOCK else start)
+                checksum = zlib.crc32(stream.read(min(BLOCK, size)), checksum)
+        yield names[at], dtype, checksum
+
+
+def target_sample(folder: Path) -> dict[str, Any]:
+    """What a manifest says of a target's weights: `sampled_tensors`, if there are any."""
+    sample = sampled_tensors(folder)
+    return {"tensors": sample} if sample else {}

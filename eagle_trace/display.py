@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import html
 from typing import TYPE_CHECKING
+
+from eagle_trace.printable import html_text
 
 if TYPE_CHECKING:
     from eagle_trace.reader import Trace
@@ -30,8 +31,8 @@ def trace_html(trace: Trace) -> str:
         "ended": manifest.ended_early or "",
     }
     rows = "".join(
-        f'<tr><th style="{_CELL}">{name}</th><td style="{_CELL}">{html.escape(words)}</td></tr>'
+        f'<tr><th style="{_CELL}">{name}</th><td style="{_CELL}">{html_text(words)}</td></tr>'
         for name, words in facts.items()
         if words
     )
-    return f"<div><b>Trace</b> <code>{html.escape(str(trace.path))}</code><table>{rows}</table></div>"
+    return f"<div><b>Trace</b> <code>{html_text(str(trace.path))}</code><table>{rows}</table></div>"

@@ -4,14 +4,31 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 from eagle_trace.capture import LEVELS
+from eagle_trace.checksums import digest
 from eagle_trace.errors import TraceDamagedError, TraceNotFoundError, TraceVersionError
-from eagle_trace.store import Store, join
+from eagle_trace.fields import (
+    Check,
+    Table,
+    count,
+    listed,
+    mapped,
+    one_of,
+    optional,
+    plain,
+    seconds,
+    small,
+    text,
+    whole,
+    writable,
+)
+from eagle_trace.store import Store, join, reason
 
 FORMAT_VERSION = 1
 SEAL = "manifest.json"
@@ -21,6 +38,12 @@ OPEN_SEAL = "manifest.partial.json"
 _ATTEMPTS = 10
 #: options that are followed by what nobody else may know (``--api-key``, ``--hf-token``, ``--ssl-keyfile-password``)
 _SECRET = re.compile(r"--?(?:.*[-_.])?(?:key|token|password|passwd|secret)", re.IGNORECASE)
+#: more than the manifest of any trace
+_LARGEST_BYTES = 64 << 20
+_MOST_RANKS = 1 << 16
+#: how a manifest ends: a checksum over all that is before it
+_END = ',\n "checksum": "{}"\n}}\n'
+_ENDING = re.compile(rb',\n "checksum": "([0-9a-f]{16})"\n}\n\Z')
 
 Side = Literal["train", "serve"]
 
@@ -70,7 +93,9 @@ class Manifest:
         rank, ranks: number of the process that wrote this manifest, and how many write into the trace.
         tp_rank: which part of each sharded site this rank holds; 0 speaks for its group.
         dp_rank: ranks of another number hold other rows.
+        recording: names this recording by this process; in each of its files, too.
         files: rows, bytes and crc32 of every file, by path relative to the trace.
+        checksums: the seal of every file (`eagle_trace.checksums`), by the same paths; older traces have none.
     """
 
     side: Side
@@ -96,7 +121,9 @@ class Manifest:
     ranks: int = 1
     tp_rank: int = 0
     dp_rank: int = 0
+    recording: str = ""
     files: dict[str, dict[str, int]] = field(default_factory=dict)
+    checksums: dict[str, str] = field(default_factory=dict)
     format_version: int = FORMAT_VERSION
 
     @property
@@ -104,18 +131,16 @@ class Manifest:
         """A clause that says why the recording ended before it was done, None if it did not; for every reader."""
         return f"the recording ended early: {self.stopped}" if self.stopped else None
 
-    def to_json(self) -> str:
-        """The manifest as indented JSON text."""
-        facts = vars(self)
+    def to_bytes(self) -> bytes:
+        """The manifest as it lies in its file: indented JSON, its own checksum last."""
         for _ in range(_ATTEMPTS):
             # the recorder may add a setting or a warning just now, from a thread of its own
             with contextlib.suppress(RuntimeError):
-                return json.dumps(facts, indent=1, ensure_ascii=False) + "\n"
-        return json.dumps(facts, indent=1, ensure_ascii=False) + "\n"
+                return sealed_json(self._fields())
+        return sealed_json(self._fields())
 
-    def to_bytes(self) -> bytes:
-        """The manifest as it lies in its file; what UTF-8 cannot hold (a command line may) is escaped."""
-        return self.to_json().encode("utf-8", "backslashreplace")
+    def _fields(self) -> dict[str, Any]:
+        return {one.name: getattr(self, one.name) for one in fields(self)}
 
     @classmethod
     def from_json(cls, text: str | bytes, where: str) -> Manifest:
@@ -125,11 +150,7 @@ class Manifest:
             TraceDamagedError: not JSON, a required field is missing, or a field is not of its type.
             TraceVersionError: another format version.
         """
-        try:
-            data = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            why = "nested too deeply" if isinstance(error, RecursionError) else error
-            raise TraceDamagedError(f"{where} is not JSON ({why}): record the trace again") from error
+        data = _parsed(text, where)
         if not isinstance(data, dict) or "format_version" not in data:
             raise TraceDamagedError(f"{where} is not a manifest (no format_version): is this folder a trace?")
         version = data["format_version"]
@@ -138,29 +159,83 @@ class Manifest:
                 f"{where} has format version {version!s:.40}, this eagle-trace reads {FORMAT_VERSION}: "
                 "record again, or use the eagle-trace version that wrote it"
             )
+        _check_ending(data, text, where)
         known = {f.name: data[f.name] for f in fields(cls) if f.name in data}
         missing = {"side", "level", "host"} - set(known)
         if missing:
             raise TraceDamagedError(f"{where} lacks {', '.join(sorted(missing))}: record the trace again")
         for name, value in known.items():
-            if not _CHECKS[name](value):
+            if not _FIELDS[name](value):
                 raise TraceDamagedError(
                     f"{where} is damaged: its {name} is not what it must be: record the trace again"
                 )
-        return cls(**known)
+        manifest = cls(**known)
+        if wrong := _contradiction(manifest):
+            raise TraceDamagedError(f"{where} is damaged: {wrong}: record the trace again")
+        return manifest
 
     def write(self, store: Store, name: str = SEAL) -> None:
         """Write atomically: a reader sees the whole manifest or none."""
         store.write(name, self.to_bytes())
 
 
+def sealed_json(data: Mapping[str, Any]) -> bytes:
+    """A manifest's fields as the bytes of its file; what UTF-8 cannot hold (a command line may) is escaped."""
+    written = {name: writable(value) for name, value in data.items() if name != "checksum"}
+    for name in ("target", "draft", "settings"):
+        # whatever a checkpoint's config or a client says: what was recorded must not be lost by it
+        if isinstance(table := _FIELDS[name], Table) and isinstance(written.get(name), dict):
+            written[name] = table.fitted(written[name])
+    body = json.dumps(written, indent=1, ensure_ascii=False, allow_nan=False).encode("utf-8", "backslashreplace")
+    body = body.removesuffix(b"\n}")
+    return body + _END.format(digest(body)).encode()
+
+
+def _parsed(text: str | bytes, where: str) -> Any:
+    try:
+        # configs of some models hold an Infinity, which JSON has no number for
+        return json.loads(text, parse_constant=str, parse_float=_finite)
+    except (ValueError, RecursionError) as error:
+        why = "nested too deeply" if isinstance(error, RecursionError) else error
+        raise TraceDamagedError(f"{where} is not JSON ({why}): record the trace again") from error
+
+
+def _finite(digits: str) -> float | str:
+    value = float(digits)
+    return value if math.isfinite(value) else digits
+
+
+def _check_ending(data: Mapping[str, Any], text: str | bytes, where: str) -> None:
+    """Hold a manifest against its own checksum; one that names those of files must have one."""
+    raw = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
+    ending = _ENDING.search(raw)
+    if ending is None:
+        if "checksum" in data or data.get("checksums"):
+            raise TraceDamagedError(f"{where} was altered: it does not end in its checksum: record the trace again")
+    elif digest(raw[: ending.start()]).encode() != ending[1]:
+        raise TraceDamagedError(
+            f"{where} was altered: its checksum is not the one it was written with: record the trace again"
+        )
+
+
+def _contradiction(manifest: Manifest) -> str | None:
+    """What cannot be true of a manifest whose fields are each of their type."""
+    if manifest.rank >= manifest.ranks:
+        return f"there is no rank {manifest.rank} of {manifest.ranks}"
+    for name in manifest.files:
+        writer = rank_of_file(name)
+        if writer != manifest.rank:
+            return f"it is the manifest of rank {manifest.rank} and names a file of rank {writer}"
+    return None
+
+
 def read_manifest(store: Store, name: str) -> Manifest:
     """The manifest of that file name (see `Manifest.from_json`)."""
     where = join(store.place, name)
     try:
-        return Manifest.from_json(store.read(name), where)
+        return Manifest.from_json(store.read(name, _LARGEST_BYTES), where)
     except OSError as error:
-        raise TraceDamagedError(f"{where} cannot be read ({error}): record the trace again") from error
+        raise TraceDamagedError(f"{where} cannot be read ({reason(error)}): record the trace again") from error
 
 
 def read_manifests(store: Store, names: Collection[str]) -> tuple[dict[int, Manifest], set[int]]:
@@ -174,18 +249,28 @@ def read_manifests(store: Store, names: Collection[str]) -> tuple[dict[int, Mani
     sealed = {rank for rank, is_seal in seals if is_seal}
     if not seals:
         raise TraceNotFoundError(f"{store.place} is not a trace: it has no {SEAL}")
-    manifests = {}
+    manifests: dict[int, Manifest] = {}
     for rank in sorted({rank for rank, _ in seals}):
         name = seal_name(rank) if rank in sealed else open_seal_name(rank)
+        if manifests and rank >= (ranks := next(iter(manifests.values())).ranks):
+            raise TraceDamagedError(
+                f"{join(store.place, name)} does not belong to this trace, which has {ranks} ranks: remove it"
+            )
         manifest = manifests[rank] = read_manifest(store, name)
         if manifest.rank != rank:
             raise TraceDamagedError(
                 f"{join(store.place, name)} is the manifest of rank {manifest.rank}: it was renamed"
             )
-    kinds = {(one.side, one.level, one.ranks) for one in manifests.values()}
+    kinds = {_kind_of(one) for one in manifests.values()}
     if len(kinds) > 1:
         raise TraceDamagedError(f"{store.place} holds ranks of different recordings: record the trace again")
     return manifests, sealed
+
+
+def _kind_of(manifest: Manifest) -> tuple[Any, ...]:
+    """What is the same for all ranks of one recording."""
+    checkpoints = [facts.get("config_digest") for facts in (manifest.target, manifest.draft)]
+    return manifest.side, manifest.level, manifest.ranks, manifest.host, manifest.dtype, *map(str, checkpoints)
 
 
 def spokesman(manifests: Sequence[Manifest]) -> Manifest:
@@ -216,57 +301,56 @@ def without_secrets(argv: Sequence[str]) -> list[str]:
     return words
 
 
-def _text(value: Any) -> bool:
-    return isinstance(value, str)
+def rank_of_file(name: str) -> int | None:
+    """Which rank writes a file of that name; None if none does."""
+    found = _FILE_NAME.fullmatch(name)
+    return int(found["rank"] or 0) if found else None
 
 
-def _texts(value: Any) -> bool:
-    return isinstance(value, list) and all(map(_text, value))
+#: one part of a table or a site, or a table in one file, as older versions wrote it
+_FILE_NAME = re.compile(
+    r"(?:values/site=[^/\\]{1,200}|[a-z]{1,40}\.parquet)/rank(?P<rank>0|[1-9]\d{0,8})-\d{1,9}\.parquet|[a-z]{1,40}\.parquet",
+    re.ASCII,
+)
+_TEXTS = listed(text)
+_FACTS = {
+    "path": optional(text),
+    "config": optional(mapped(plain)),
+    "config_digest": optional(text),
+    "model_type": optional(text),
+    "architecture": optional(text),
+    "layer_ids": optional(listed(whole)),
+    "dropped_keys": optional(_TEXTS),
+    "missing_keys": optional(_TEXTS),
+    "num_hidden_layers": optional(small),
+    "hidden_size": optional(small),
+    "vocab_size": optional(small),
+}
+_SETTINGS = {
+    "features": optional(text),
+    "algorithm": optional(text),
+    "sglang_args": optional(_TEXTS),
+    "server_counts": optional(mapped(plain)),
+    "selection": optional(mapped(plain)),
+}
 
-
-def _mapping(value: Any) -> bool:
-    return isinstance(value, dict)
-
-
-def _of_texts(value: Any) -> bool:
-    return isinstance(value, dict) and all(map(_text, value.values()))
-
-
-def _count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 62
-
-
-def _seconds(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < float("inf")
-
-
-def _files(value: Any) -> bool:
-    return isinstance(value, dict) and all(
-        _inside(name)
-        and isinstance(facts, dict)
-        and all(map(_count, facts.values()))
-        and {"rows", "bytes"} <= set(facts)
-        for name, facts in value.items()
-    )
-
-
-def _inside(name: str) -> bool:
-    """Whether `name` is a file of the trace itself, not one elsewhere."""
-    return bool(name) and not name.startswith("/") and not {"..", ""} & set(name.split("/")) and "\\" not in name
-
-
-#: whether a field's value is of its type
-_CHECKS = {
-    "side": lambda value: value in ("train", "serve"),
-    "level": lambda value: value in LEVELS,
-    **dict.fromkeys(("host", "dtype", "device", "prompts_digest", "created", "flushed", "recorder"), _text),
-    "packages": _of_texts,
-    **dict.fromkeys(("target", "draft", "settings"), _mapping),
-    **dict.fromkeys(("changes", "argv", "warnings"), _texts),
-    "not_materialised": lambda value: isinstance(value, list) and all(map(_of_texts, value)),
-    "stopped": lambda value: value is None or _text(value),
-    "waited_seconds": _seconds,
-    **dict.fromkeys(("rank", "tp_rank", "dp_rank", "format_version"), _count),
-    "ranks": lambda value: _count(value) and 1 <= value <= 1 << 16,
-    "files": _files,
+#: whether a field's value is what it must be
+_FIELDS: dict[str, Check] = {
+    "side": one_of("train", "serve"),
+    "level": one_of(*LEVELS),
+    **dict.fromkeys(("host", "dtype", "device", "prompts_digest", "created", "flushed", "recorder", "recording"), text),
+    "packages": mapped(text),
+    **dict.fromkeys(("target", "draft"), Table(_FACTS, others=plain)),
+    "settings": Table(_SETTINGS, others=plain),
+    **dict.fromkeys(("changes", "argv", "warnings"), _TEXTS),
+    "not_materialised": listed(mapped(text)),
+    "stopped": optional(text),
+    "waited_seconds": seconds,
+    **dict.fromkeys(("rank", "tp_rank", "dp_rank", "format_version"), count),
+    "ranks": lambda value: count(value) and 1 <= value <= _MOST_RANKS,
+    "files": mapped(
+        Table({"rows": count, "bytes": count}, others=count, required=("rows", "bytes")),
+        names=lambda name: rank_of_file(name) is not None,
+    ),
+    "checksums": mapped(lambda value: text(value) and re.fullmatch("[0-9a-f]{16}", value) is not None),
 }

@@ -15,6 +15,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from eagle_trace.checksums import footer_facts
 from eagle_trace.errors import RecordingError
 from eagle_trace.store import Sink, Store, join, reason
 
@@ -58,7 +59,8 @@ class PartStream:
         make: a table of this schema from things that were added.
         options: for `pyarrow.parquet.ParquetWriter`.
         group_bytes: size of a row group, as `add` counts.
-        files: the manifest's list, where each part is noted once it is in its place.
+        files, checksums: the manifest's lists, where each part is noted once it is in its place.
+        recording: names the recording in each part.
         beat: called after each write that the disk has taken.
     """
 
@@ -72,6 +74,8 @@ class PartStream:
         options: dict[str, Any],
         group_bytes: int,
         files: dict[str, dict[str, int]],
+        checksums: dict[str, str],
+        recording: str,
         beat: Callable[[], None],
     ) -> None:
         self._schema = schema
@@ -82,6 +86,8 @@ class PartStream:
         self._options = options
         self._group_bytes = group_bytes
         self._files = files
+        self._checksums = checksums
+        self._recording = recording
         self._beat = beat
         #: what waits for its row group, as it came and as tables
         self._raw: list[Any] = []
@@ -158,13 +164,18 @@ class PartStream:
         if part is None or self._name is None:
             return
         try:
+            part.stream.flush()
+            facts = footer_facts(part.sink.begin_footer(), f"{self._recording} {self._name}")
+            part.writer.add_key_value_metadata(facts)
             part.writer.close()
             part.stream.flush()
+            seal = part.sink.write_footer()
             part.sink.commit()
         except (OSError, pa.ArrowException) as error:
             part.sink.discard()
             raise self._failed(error) from error
         self._files[self._name] = {"rows": part.rows, "bytes": part.sink.bytes, "crc32": part.sink.crc32}
+        self._checksums[self._name] = seal
         self._name = None
 
     def _failed(self, error: BaseException) -> RecordingError:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import cached_property, reduce
 from pathlib import Path
@@ -50,6 +49,7 @@ __all__ = [
     "read_statistics",
 ]
 
+_LISTED = 8
 _RANK = re.compile(r"rank(\d+)-")
 
 
@@ -62,12 +62,15 @@ class Trace:
         missing: what is not there, in words (only with `allow_partial`).
     """
 
-    def __init__(self, store: Store, manifests: dict[int, Manifest], *, sealed: bool, missing: list[str]) -> None:
+    def __init__(
+        self, store: Store, manifests: dict[int, Manifest], *, sealed: Collection[int], missing: list[str]
+    ) -> None:
         self._store = store
+        self._sealed = sealed
         self._manifests = dict(sorted(manifests.items()))
         self.path: Place = store.place
         self.manifest = spokesman(list(self._manifests.values()))
-        self.sealed = sealed
+        self.sealed = not missing
         self.missing = missing
         self._sites: dict[str, list[SiteData]] = {}
 
@@ -99,13 +102,20 @@ class Trace:
         ranks = sorted(self._manifests.values(), key=lambda one: (one.dp_rank, one.tp_rank))
         return {name: facts for one in ranks for name, facts in sorted(one.files.items())}
 
+    @cached_property
+    def unchecked(self) -> list[str]:
+        """Files without a checksum, in which an altered byte may go unnoticed: all of a trace of an older version."""
+        known = {name for one in self._manifests.values() for name in one.checksums}
+        return [name for name in self.files if name not in known]
+
     def _parts(self, folder: str) -> Iterator[tuple[Manifest, PartFile]]:
         """Files of a folder (or of the one file in its place), each with the manifest of the rank that wrote it."""
         for name, facts in self.files.items():
-            if name == folder or name.startswith(f"{folder}/"):
+            if facts["rows"] and (name == folder or name.startswith(f"{folder}/")):
                 rank = _RANK.search(name)
                 writer = self._manifests.get(int(rank[1]) if rank else 0, self.manifest)
-                yield writer, PartFile(self._store, name, facts["rows"])
+                growing = None if writer.rank in self._sealed else writer.recording
+                yield writer, PartFile(self._store, name, facts["rows"], writer.checksums.get(name), growing)
 
     @property
     def _lost(self) -> Callable[[str], None] | None:
@@ -126,7 +136,7 @@ class Trace:
         tables = []
         for _, part in self._parts(f"{name}.parquet"):
             try:
-                tables.append(read_table(part, schema))
+                tables.append(read_table(part, name))
             except TraceDamagedError as error:
                 if self._lost is None:
                     raise
@@ -138,7 +148,7 @@ class Trace:
         """Rows of the params table as each rank wrote them."""
         found: dict[int, list[dict[str, Any]]] = {}
         for writer, part in self._parts("params.parquet"):
-            found.setdefault(writer.rank, []).extend(read_table(part, TABLES["params"]).to_pylist())
+            found.setdefault(writer.rank, []).extend(read_table(part, "params").to_pylist())
         return [(self._manifests[rank], rows) for rank, rows in found.items()]
 
     @cached_property
@@ -307,17 +317,16 @@ class Trace:
         return frame
 
     def verify(self) -> list[str]:
-        """Read every file in full and compare its checksum: one sentence for each that was altered."""
+        """Read every file in full and compare its checksums: one sentence for each that was altered."""
         problems = []
         for name, facts in self.files.items():
-            try:
-                data = memoryview(self._store.read(name))
-            except OSError as error:
-                problems.append(f"{name} cannot be read ({reason(error)})")
-                continue
-            # a part may have grown since an open seal was written
-            if self.sealed and "crc32" in facts and zlib.crc32(data) != facts["crc32"]:
-                problems.append(f"{name} was altered: its checksum is not the one it was written with")
+            for writer, part in self._parts(name):
+                # a part may have grown since an open seal was written
+                crc32 = facts.get("crc32") if writer.rank in self._sealed else None
+                try:
+                    part.verify(crc32)
+                except TraceDamagedError as error:
+                    problems.append(str(error).removesuffix(": record the trace again"))
         return problems
 
 
@@ -348,12 +357,15 @@ def open_trace(path: str | Path, *, allow_partial: bool = False) -> Trace:
     first = min(manifests)
     ranks = max(manifest.ranks for manifest in manifests.values())
     missing = []
-    for rank in range(max(ranks, max(manifests) + 1)):
+    absent = [rank for rank in range(ranks) if rank not in manifests]
+    for rank in sorted({*absent[:_LISTED], *manifests}):
         who = f"rank {rank} of {ranks}: " if ranks > 1 else ""
         if rank not in manifests:
             missing.append(f"{who}all that it recorded")
         elif rank not in sealed:
             missing.append(who + _after_the_end(manifests[rank]))
+    if len(absent) > _LISTED:
+        missing.append(f"all that {len(absent) - _LISTED} more ranks recorded")
     if missing and not allow_partial:
         lacking = "; ".join(missing)
         raise TraceUnsealedError(
@@ -368,7 +380,7 @@ def open_trace(path: str | Path, *, allow_partial: bool = False) -> Trace:
             "Record it again, or pass --allow-partial to read what is whole"
         )
     missing += damaged
-    return Trace(store, manifests, sealed=not missing, missing=missing)
+    return Trace(store, manifests, sealed=sealed, missing=missing)
 
 
 def _after_the_end(manifest: Manifest) -> str:

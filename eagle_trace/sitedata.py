@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
+import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -14,15 +17,22 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from eagle_trace.capture import DTYPES, Rows, Shard, Statistics
+from eagle_trace.capture import DTYPES, LEVELS, Rows, Shard, Statistics
+from eagle_trace.checksums import PART_KEY, PIECES_KEY, AlteredError, Pieces, VerifiedFile, read_footer, seal_of
 from eagle_trace.errors import TraceDamagedError
-from eagle_trace.schema import KEYS, TABLES
+from eagle_trace.schema import KEYS, TABLES, value_schema
 from eagle_trace.store import Store, join, reason
+from eagle_trace.tablechecks import MOST_SHARDS, VALUES, check_rows, same_type
 
 Index = NDArray[np.int64]
 #: dtype, width, whether values and whether sketches are there
 _Kind = tuple[str, int, bool, bool]
 T = TypeVar("T")
+
+
+#: a row takes some bytes however well it is compressed: what a footer claims beyond that is not given memory
+_ROWS_A_BYTE, _FEW_ROWS = 64, 1 << 16
+_VERIFIED_BYTES = 8 << 20
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,42 +42,106 @@ class PartFile:
     Attributes:
         store, name: where it is.
         rows: how many of its rows, from the first, belong to the trace.
+        seal: its seal as the manifest has it (`eagle_trace.checksums`); None for one of a trace without checksums.
+        growing: name of the recording (empty in older traces), if the file may have grown since the manifest was
+            written; None if it is sealed.
     """
 
     store: Store
     name: str
     rows: int
+    seal: str | None = None
+    growing: str | None = None
 
     def __str__(self) -> str:
         return join(self.store.place, self.name)
 
     @cached_property
+    def _footer(self) -> tuple[bytes, pq.FileMetaData, Pieces | None]:
+        """Verified, read once."""
+        with self.reading(), contextlib.closing(self.store.open(self.name)) as source:
+            footer, size = read_footer(source), source.size
+            seal = seal_of(footer)
+            if seal is None and self.seal is not None:
+                raise AlteredError
+            metadata = pq.read_metadata(pa.BufferReader(b"PAR1" + footer))
+            given = metadata.metadata or {}
+            pieces = None if seal is None else Pieces(given[PIECES_KEY.encode()].decode())
+            if pieces is not None and pieces.bytes + len(footer) != size:
+                raise AlteredError
+            _check_sizes(metadata, size)
+        if self.seal is not None and seal != self.seal:
+            part = f"{self.growing} {self.name}".encode()
+            if not self.growing or metadata.num_rows <= self.rows or given.get(PART_KEY.encode()) != part:
+                raise TraceDamagedError(
+                    f"{self} is not the file that was recorded under this name: record the trace again"
+                )
+        return footer, metadata, pieces
+
+    @cached_property
     def metadata(self) -> pq.FileMetaData:
         """The footer, read once (raises TraceDamagedError)."""
-        with self.reading(), self.store.parquet(self.name, mapped=True) as file:
-            metadata = file.metadata
+        metadata = self._footer[1]
         if metadata.num_rows < self.rows:
             raise TraceDamagedError(f"{self} has {metadata.num_rows} rows, not {self.rows}: record the trace again")
+        if metadata.num_rows > self.rows and self.growing is None:
+            raise TraceDamagedError(f"{self} has {metadata.num_rows} rows, not {self.rows}: record the trace again")
         return metadata
+
+    @cached_property
+    def schema(self) -> pa.Schema:
+        """Of the file, with eagle-trace's own metadata."""
+        with self.reading():
+            return self.metadata.schema.to_arrow_schema()
 
     def reading(self) -> _Reading:
         """A context in which whatever goes wrong is this file's damage."""
         return _Reading(self)
 
-    def open(self, *, mapped: bool = True) -> pq.ParquetFile:
-        """The file, opened without reading its footer again. `mapped`: by memory map, where that can be."""
+    def open(self) -> pq.ParquetFile:
+        """The file, every byte of which is held against its checksum as it is read."""
         metadata = self.metadata
+        footer, _, pieces = self._footer
         with self.reading():
-            return self.store.parquet(self.name, metadata, mapped=mapped)
+            file = VerifiedFile(self.store.open(self.name), pieces, footer)
+            # one request for neighbouring columns, which matters where a trace is not on this machine
+            return pq.ParquetFile(pa.PythonFile(file, mode="r"), metadata=metadata, pre_buffer=self.store.remote)
+
+    def verify(self, crc32: int | None = None) -> None:
+        """Read the whole file and hold it against every checksum there is.
+
+        Raises:
+            TraceDamagedError: it was altered.
+        """
+        footer, _, pieces = self._footer
+        with self.reading(), VerifiedFile(self.store.open(self.name), pieces, footer) as file:
+            found = 0
+            while data := file.read(_VERIFIED_BYTES):
+                found = zlib.crc32(data, found)
+            if crc32 is not None and found != crc32:
+                raise AlteredError
 
     def read(self, groups: Sequence[int] | None, columns: list[str]) -> pa.Table:
         """Some columns of some row groups, or of all the rows that belong to the trace."""
-        with self.open() as file, self.reading():
+        with self.reading(), self.open() as file:
             if groups is not None:
                 table = file.read_row_groups(groups, columns=columns, use_threads=False)
             else:
                 table = file.read(columns=columns, use_threads=False).slice(0, self.rows)
             return table.select(columns)
+
+
+def _check_sizes(metadata: pq.FileMetaData, size: int) -> None:
+    """Refuse a footer that claims more than its file can hold."""
+    most = _FEW_ROWS + _ROWS_A_BYTE * size
+    groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
+    rows = [group.num_rows for group in groups]
+    if min(rows, default=0) < 0 or sum(rows) != metadata.num_rows or metadata.num_rows > most:
+        raise ValueError(f"its footer counts {metadata.num_rows} rows in {size} bytes")
+    for group in groups:
+        columns = [group.column(index) for index in range(group.num_columns)]
+        if any(not 0 <= column.num_values <= most for column in columns):
+            raise ValueError(f"its footer counts more values than {size} bytes can hold")
 
 
 class _Reading:
@@ -78,8 +152,10 @@ class _Reading:
         return None
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if isinstance(error, AlteredError):
+            raise TraceDamagedError(f"{self._part} was altered: {error}: record the trace again") from error
         # a footer that parses may still name columns or text that are not there
-        if isinstance(error, (OSError, pa.ArrowException, ValueError, KeyError)):
+        if isinstance(error, (OSError, pa.ArrowException, ValueError, KeyError, OverflowError, MemoryError)):
             raise TraceDamagedError(
                 f"{self._part} cannot be read as Parquet ({reason(error)}): record the trace again"
             ) from error
@@ -141,7 +217,7 @@ def scan(
     found: dict[Shard | None, OrderedDict[_Kind, list[RowGroup]]] = {}
     for part in parts:
         try:
-            kind, shard = _facts(part)
+            kind, shard = _facts(site, part)
         except TraceDamagedError as error:
             if lost is None:
                 raise
@@ -160,19 +236,38 @@ def scan(
     }
 
 
-def _facts(part: PartFile) -> tuple[_Kind, Shard | None]:
+def _facts(site: str, part: PartFile) -> tuple[_Kind, Shard | None]:
     """Dtype, width, whether values and whether sketches are there, and which shard a part holds."""
-    metadata = part.metadata
     with part.reading():
-        schema = metadata.schema.to_arrow_schema()
-        given = schema.metadata or {}
-        facts = {key.decode().removeprefix("eagle_trace."): value.decode() for key, value in given.items()}
+        given = part.schema.metadata or {}
+        facts = {
+            key.decode().removeprefix("eagle_trace."): value.decode()
+            for key, value in given.items()
+            if key.startswith(b"eagle_trace.")
+        }
     index, slash, count = facts.get("shard", "0/1").partition("/")
-    numbers = [facts.get("width", ""), index, count]
-    if facts.get("dtype") not in DTYPES or not slash or not all(one.isdecimal() for one in numbers):
+    width, *numbers = (_number(one) for one in (facts.get("width", ""), index, count))
+    if facts.get("dtype") not in DTYPES or facts.get("level") not in LEVELS[1:] or not slash or not width:
         raise TraceDamagedError(f"{part} does not say its dtype and width: it was not written by eagle-trace")
-    shard = Shard(int(index), int(count)) if "shard" in facts else None
-    return (facts["dtype"], int(facts["width"]), "values" in schema.names, "sketch" in schema.names), shard
+    if None in numbers or not numbers[0] < numbers[1] <= MOST_SHARDS:  # type: ignore[operator]
+        raise TraceDamagedError(f"{part} says it holds part {facts['shard']} of its rows, which there cannot be")
+    if facts.get("site") != site:
+        raise TraceDamagedError(f"{part} holds rows of another site, {facts.get('site')}: it was moved")
+    shard = Shard(*numbers) if "shard" in facts else None  # type: ignore[arg-type]
+    expected = value_schema(site, facts["dtype"], width, facts["level"], shard)
+    for field in expected:
+        at = part.schema.get_field_index(field.name)
+        if at < 0 or not same_type(part.schema.field(at).type, field.type):
+            raise TraceDamagedError(
+                f"{part} does not hold what it says: its column {field.name} is not {field.type} "
+                f"({facts['dtype']}, width {width}, level {facts['level']})"
+            )
+    return (facts["dtype"], width, "values" in expected.names, "sketch" in expected.names), shard
+
+
+def _number(text: str) -> int | None:
+    """A number of a file's metadata, 0 to 2^24; None if it is something else."""
+    return int(text) if re.fullmatch(r"\d{1,8}", text, re.ASCII) and int(text) <= 1 << 24 else None
 
 
 def _kind_of(data: SiteData) -> _Kind:
@@ -215,14 +310,28 @@ def join_shards(data: dict[Shard, list[SiteData]], lost: Callable[[str], None] |
                 raise TraceDamagedError(f"{text}: record the trace again")
             lost(text)
             continue
-        yield _joined([by_index[index] for index in range(count)])
+        try:
+            yield _joined([by_index[index] for index in range(count)])
+        except TraceDamagedError as error:
+            if lost is None:
+                raise
+            lost(str(error))
 
 
 def _joined(shards: list[SiteData]) -> SiteData:
     """Ranks record the same rows in the same order, as a rule: only where they did not, rows are looked up."""
     width = sum(shard.width for shard in shards)
     whole = replace(shards[0], width=width, shards=tuple(shards), orders=(None,) * len(shards))
-    orders = match_rows([read_keys(shard) for shard in shards])
+    keys = [read_keys(shard) for shard in shards]
+    orders = match_rows(keys)
+    if orders is not None:
+        keys = [one.take(order) for one, order in zip(keys, orders, strict=True)]
+    for number, other in enumerate(keys[1:], start=1):
+        if not all(np.array_equal(getattr(keys[0], name), getattr(other, name)) for name in ("token_id", "position")):
+            raise TraceDamagedError(
+                f"parts 0 and {number} of site {whole.site} were fed other tokens or positions: "
+                "they are not of one recording"
+            )
     if orders is None:
         return whole
     groups: list[RowGroup] = []
@@ -261,9 +370,14 @@ def read_columns(data: SiteData, columns: list[str]) -> pa.Table:
     tables = []
     for part, groups in groupby(data.groups, key=lambda group: group.part):
         listed = list(groups)
-        table = part.read([group.index for group in listed], columns)
+        rows = sum(group.rows for group in listed)
         # of a part that has grown since, only the first rows belong to the trace
-        tables.append(table.slice(0, sum(group.rows for group in listed)))
+        table = part.read([group.index for group in listed], columns).slice(0, rows)
+        with part.reading():
+            if len(table) != rows:
+                raise ValueError(f"it has {len(table)} rows, not {rows}")
+            check_rows("values", table, VALUES)
+        tables.append(table)
     return pa.concat_tables(tables)
 
 

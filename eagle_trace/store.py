@@ -13,12 +13,11 @@ import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from stat import S_ISREG
+from typing import Any, BinaryIO
 
+from eagle_trace.checksums import Hasher, Source, seal_footer
 from eagle_trace.errors import UsageError
-
-if TYPE_CHECKING:
-    import pyarrow.parquet as pq
 
 #: what a caller may name a trace with; a `Path` is local, a text with ``://`` goes to fsspec
 Place = Path | str
@@ -72,6 +71,8 @@ class Sink(io.RawIOBase):
 
     def __init__(self, stream: BinaryIO) -> None:
         self._stream = stream
+        self._hasher = Hasher()
+        self._footer: list[bytes] | None = None
         self.bytes = 0
         self.crc32 = 0
         self.discarded = False
@@ -83,18 +84,35 @@ class Sink(io.RawIOBase):
 
     def write(self, data: Any) -> int:
         """Append `data`."""
-        if self.discarded:
-            return len(data)  # a writer that is dropped tries to end its file
-        self._stream.write(data)
-        self.crc32 = zlib.crc32(data, self.crc32)
         size = len(data)
+        if self.discarded:
+            return size  # a writer that is dropped tries to end its file
+        if self._footer is not None:
+            self._footer.append(bytes(data))
+            return size
+        self._stream.write(data)
+        self._hasher.update(data)
+        self.crc32 = zlib.crc32(data, self.crc32)
         self.bytes += size
         self.beat()
         return size
 
     def tell(self) -> int:
         """How many bytes were written."""
-        return self.bytes
+        return self.bytes + sum(map(len, self._footer or ()))
+
+    def begin_footer(self) -> str:
+        """The checksums of what was written so far; from here on, bytes are held back as the file's footer."""
+        pieces = self._hasher.text()
+        self._footer = []
+        return pieces
+
+    def write_footer(self) -> str:
+        """Write what was held back with its seal in it, and return the seal (`eagle_trace.checksums`)."""
+        footer, seal = seal_footer(b"".join(self._footer or ()))
+        self._footer = None
+        self.write(footer)
+        return seal
 
     def commit(self) -> None:
         """Put the file where readers look for it, in place of an older one of that name."""
@@ -108,6 +126,8 @@ class Sink(io.RawIOBase):
 class Store(ABC):
     """Files of one trace. See `open_store`."""
 
+    #: whether a read is a request to another machine
+    remote: bool
     place: Place
 
     @abstractmethod
@@ -119,8 +139,12 @@ class Store(ABC):
         """Make the folder if it is not there."""
 
     @abstractmethod
-    def read(self, name: str) -> bytes:
-        """A whole file."""
+    def read(self, name: str, most: int | None = None) -> bytes:
+        """A whole file.
+
+        Raises:
+            OSError: it is not there, is not a regular file, or has more than `most` bytes.
+        """
 
     @abstractmethod
     def exists(self, name: str) -> bool:
@@ -128,7 +152,7 @@ class Store(ABC):
 
     @abstractmethod
     def sizes(self) -> dict[str, int]:
-        """Name and bytes of every file."""
+        """Name and bytes of every regular file."""
 
     @abstractmethod
     def write(self, name: str, data: bytes) -> None:
@@ -151,11 +175,11 @@ class Store(ABC):
         """A new file to write."""
 
     @abstractmethod
-    def parquet(self, name: str, metadata: pq.FileMetaData | None = None, *, mapped: bool = False) -> pq.ParquetFile:
-        """Open a Parquet file; with its `metadata` known, its footer is not read again.
+    def open(self, name: str) -> Source:
+        """Open a file for reading.
 
         Raises:
-            OSError, pyarrow.ArrowInvalid: not there, or no Parquet.
+            OSError: it is not there, or is not a regular file.
         """
 
 
@@ -205,6 +229,8 @@ class _LocalSink(Sink):
 
 
 class _LocalStore(Store):
+    remote = False
+
     def __reduce__(self) -> tuple[Callable[[Path], _LocalStore], tuple[Path]]:
         # whoever reads it may run in another folder
         return _LocalStore, (self._root.absolute(),)
@@ -218,18 +244,23 @@ class _LocalStore(Store):
     def make(self) -> None:
         self._root.mkdir(parents=True, exist_ok=True)
 
-    def read(self, name: str) -> bytes:
-        return (self._root / name).read_bytes()
+    def read(self, name: str, most: int | None = None) -> bytes:
+        with contextlib.closing(_LocalSource(self._root / name)) as source:
+            return bytes(source.read_at(0, _bounded(source.size, most)))
 
     def exists(self, name: str) -> bool:
         return (self._root / name).exists()
 
     def sizes(self) -> dict[str, int]:
-        return {
-            (Path(folder) / file).relative_to(self._root).as_posix(): (Path(folder) / file).stat().st_size
-            for folder, _, files in os.walk(self._root)
-            for file in files
-        }
+        found = {}
+        for folder, _, files in os.walk(self._root):
+            for file in files:
+                path = Path(folder) / file
+                with contextlib.suppress(FileNotFoundError):  # a link to nothing, or gone by now
+                    facts = path.stat()
+                    if S_ISREG(facts.st_mode):
+                        found[path.relative_to(self._root).as_posix()] = facts.st_size
+        return found
 
     def write(self, name: str, data: bytes) -> None:
         partial = self._root / f".{name}.tmp"
@@ -266,10 +297,42 @@ class _LocalStore(Store):
             folder.mkdir(exist_ok=True)
         return _LocalSink(self._root / name)
 
-    def parquet(self, name: str, metadata: pq.FileMetaData | None = None, *, mapped: bool = False) -> pq.ParquetFile:
-        import pyarrow.parquet as pq  # not above: naming a trace should not take as long as opening it
+    def open(self, name: str) -> Source:
+        return _LocalSource(self._root / name)
 
-        return pq.ParquetFile(self._root / name, metadata=metadata, memory_map=mapped)
+
+class _LocalSource:
+    _file = -1
+
+    def __init__(self, path: Path) -> None:
+        # a pipe that nobody writes into must not be waited for
+        self._file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        facts = os.fstat(self._file)
+        if not S_ISREG(facts.st_mode):
+            self.close()
+            raise OSError("it is not a regular file")
+        self.size = facts.st_size
+
+    def read_at(self, start: int, count: int) -> Any:
+        import pyarrow as pa  # not above: naming a trace should not take as long as opening it
+
+        # Arrow's memory is used again where Python's is given back to the system and zeroed anew
+        data = pa.allocate_buffer(max(0, min(count, self.size - start)))
+        view, done = memoryview(data), 0
+        while done < len(view):
+            got = os.preadv(self._file, [view[done:]], start + done)
+            if not got:
+                raise OSError("it became shorter while it was read")
+            done += got
+        return data
+
+    def close(self) -> None:
+        if self._file >= 0:
+            file, self._file = self._file, -1
+            os.close(file)
+
+    def __del__(self) -> None:
+        self.close()
 
 
 class _RemoteSink(Sink):
@@ -296,6 +359,8 @@ class _RemoteSink(Sink):
 
 
 class _RemoteStore(Store):
+    remote = True
+
     def __init__(self, url: str, filesystem: Any, root: str) -> None:
         self.place = url.rstrip("/")
         self._filesystem = filesystem
@@ -310,8 +375,10 @@ class _RemoteStore(Store):
     def make(self) -> None:
         """Nothing: folders of object stores are there when something is in them."""
 
-    def read(self, name: str) -> bytes:
+    def read(self, name: str, most: int | None = None) -> bytes:
         with _plain_errors():
+            if most is not None:
+                _bounded(int(self._filesystem.size(self._path(name)) or 0), most)
             return bytes(self._filesystem.cat_file(self._path(name)))
 
     def exists(self, name: str) -> bool:
@@ -350,13 +417,31 @@ class _RemoteStore(Store):
     def sink(self, name: str) -> Sink:
         return _RemoteSink(self._filesystem, self._path(name))
 
-    def parquet(self, name: str, metadata: pq.FileMetaData | None = None, *, mapped: bool = False) -> pq.ParquetFile:  # noqa: ARG002
-        import pyarrow.parquet as pq
-
+    def open(self, name: str) -> Source:
         with _plain_errors():
             # no read-ahead: Arrow asks for exactly the bytes of a row group, once, in one piece
-            stream = self._filesystem.open(self._path(name), "rb", cache_type="none")
-            return pq.ParquetFile(stream, metadata=metadata, pre_buffer=True)
+            return _RemoteSource(self._filesystem.open(self._path(name), "rb", cache_type="none"))
+
+
+class _RemoteSource:
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+        size = getattr(stream, "size", None)
+        self.size = int(stream.seek(0, os.SEEK_END) if size is None else size)
+
+    def read_at(self, start: int, count: int) -> Any:
+        with _plain_errors():
+            self._stream.seek(start)
+            return self._stream.read(max(0, min(count, self.size - start)))
+
+    def close(self) -> None:
+        self._stream.close()
+
+
+def _bounded(size: int, most: int | None) -> int:
+    if most is not None and size > most:
+        raise OSError(f"it has {size} bytes, more than any such file")
+    return size
 
 
 @contextlib.contextmanager

@@ -121,8 +121,11 @@ class Streams:
 
     def _stream(self, folder: str, schema: pa.Schema, make: Make, options: dict[str, Any], group: int) -> PartStream:
         prefix = f"{folder}/rank{self._manifest.rank}"
-        numbers, files = self._numbers[prefix], self._manifest.files
-        return PartStream(self._store, prefix, numbers, schema, make, options, group, files, self._beat)
+        numbers, manifest = self._numbers[prefix], self._manifest
+        return PartStream(
+            self._store, prefix, numbers, schema, make, options, group, manifest.files, manifest.checksums,
+            manifest.recording, self._beat,
+        )  # fmt: skip
 
 
 def _site_table(schema: pa.Schema, keys: Memo[dict[str, pa.Array]], items: Sequence[Kept]) -> pa.Table:

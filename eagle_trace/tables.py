@@ -14,6 +14,7 @@ import pyarrow.compute as pc
 from eagle_trace.capture import Array, Rows
 from eagle_trace.schema import TABLES, TRAINING
 from eagle_trace.sitedata import PartFile
+from eagle_trace.tablechecks import check_rows
 
 #: keys, draft ids, target ids, logits and log-probabilities of some rows; arrays [T, K], best first
 Topk = tuple[Rows, Array, Array, Array, Array]
@@ -77,22 +78,25 @@ def key_columns(rows: Rows) -> dict[str, pa.Array]:
     }
 
 
-def read_table(part: PartFile, schema: pa.Schema) -> pa.Table:
+def read_table(part: PartFile, name: str) -> pa.Table:
     """A part of a table; columns that an older version did not write are null.
 
     Raises:
-        TraceDamagedError: it cannot be read.
+        TraceDamagedError: it cannot be read, or says what cannot be.
     """
-    metadata = part.metadata
+    schema = TABLES[name]
     with part.reading():
-        there = set(metadata.schema.to_arrow_schema().names)
-        table = part.read(None, [name for name in schema.names if name in there])
+        there = set(part.schema.names)
+        table = part.read(None, [field.name for field in schema if field.name in there])
+        if len(table) != part.rows:
+            raise ValueError(f"it has {len(table)} rows, not {part.rows}")
         columns = [
             table.column(field.name).cast(field.type) if field.name in there else pa.nulls(len(table), field.type)
             for field in schema
         ]
         table = pa.Table.from_arrays(columns, schema=schema)
         table.validate(full=True)  # text that is no UTF-8 would fail far from here
+        check_rows(name, table)
         return table
 
 

@@ -76,6 +76,8 @@ class ValueReader:
         with group.part.reading():
             # one column: handing it to Arrow's thread pool would cost more than the copy itself
             column = self._file(group.part).read_row_group(group.index, [self._column], use_threads=False).column(0)
+            if column.null_count or len(column) < group.rows:
+                raise ValueError(f"its column {self._column} has empty places")
         chunks = [_decode(chunk, self._dtype, self.width) for chunk in column.chunks]
         array = chunks[0] if len(chunks) == 1 else np.concatenate(chunks)
         self._cache[number] = array
@@ -90,8 +92,7 @@ class ValueReader:
         if part in self._files:
             self._files.move_to_end(part)
             return self._files[part]
-        # not memory-mapped: pages of a map that stays open count as this process's memory
-        file = self._files[part] = part.open(mapped=False)
+        file = self._files[part] = part.open()
         while len(self._files) > OPEN_FILES:
             self._files.popitem(last=False)[1].close()
         return file

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import socket
 import threading
 import time
@@ -133,6 +134,7 @@ class TraceWriter:
         seal = seal_name(manifest.rank)
         taken = f"{join(store.place, seal)} is there or being made: two recorders cannot write one trace"
         manifest.recorder = f"{socket.gethostname()}:{os.getpid()}"
+        manifest.recording = secrets.token_hex(8)
         try:
             store.make()
             if store.exists(seal):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 from eagle_trace.reader import Trace
 from eagle_trace_analysis.result import AcceptLength
+
+#: share of the accept length, and of the rounds, from which on a difference is none of rounding; and fewest rounds
+GAP, FEWEST = 0.1, 3
 
 
 def accept_length(serve: Trace) -> AcceptLength:
@@ -20,9 +23,11 @@ def accept_length(serve: Trace) -> AcceptLength:
     lengths: dict[str, list[int]] = defaultdict(list)
     reached: dict[int, int] = defaultdict(int)
     accepted: dict[int, int] = defaultdict(int)
+    branches = 1
     columns = ["prompt_id", "proposed", "parents", "accepted", "bonus"]
     for row in serve.table("rounds").select(columns).to_pylist():
         count = len(row["accepted"] or [])
+        branches = max(branches, max(Counter(p for p in row["parents"] or () if p >= 0).values(), default=1))
         bonus = 0 if row["bonus"] is None or row["bonus"] < 0 else 1
         lengths[str(keys.get(row["prompt_id"], row["prompt_id"]))].append(count + bonus)
         for depth in range(1, max(count, _deepest(row["proposed"] or [], row["parents"] or [])) + 1):
@@ -37,6 +42,25 @@ def accept_length(serve: Trace) -> AcceptLength:
         rounds=rounds,
         by_depth=tuple(accepted[depth] / reached[depth] for depth in sorted(reached)),
         by_prompt={key: sum(values) / len(values) for key, values in lengths.items()},
+        branches=branches,
+    )
+
+
+def contradiction(accept: AcceptLength) -> str | None:
+    """What is wrong with two traces that agree at every site and whose accept lengths do not; None if nothing is.
+
+    Where all sites agree, the server drafts what training drafts, so both have the same tokens accepted. Rounding
+    may flip a best id now and then, hence a tenth of the length and of the rounds is let pass.
+    """
+    if not accept.comparable or accept.observed is None or accept.predicted is None:
+        return None
+    gap, unlike = accept.predicted - accept.observed, accept.better + accept.worse
+    if abs(gap) <= GAP * accept.observed or unlike < max(FEWEST, GAP * accept.rounds):
+        return None
+    return (
+        f"nothing that was compared differs, yet the server got an accept length of {accept.observed:.2f} where the "
+        f"training forward gets {accept.predicted:.2f} on the same tokens ({unlike} of {accept.rounds} rounds "
+        "differ): something that was not compared does not agree"
     )
 
 

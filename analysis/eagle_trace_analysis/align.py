@@ -27,6 +27,8 @@ from eagle_trace_analysis.pairs import CODE_OF, MATCHED, UNMATCHED, Bool, Covera
 
 _TABLE_SITES = ("token", "position")
 TOPK_SITES = ("topk.draft_id", "topk.target_id")
+#: reasons that a row of a replayed trace cannot have: the replay was given its very tokens and chains
+_NOT_OF_A_REPLAY = [CODE_OF[reason] for reason in ("other-tokens", "answers-part", "not-given")]
 _ROTATED = (".attn.q_rope", ".attn.k_rope")
 
 
@@ -50,6 +52,8 @@ class Alignment:
         self._parted = _answers_part(*tables, self._numbers)
         on_serve = set(serve.prompts["prompt_key"])
         self.prompt_keys: list[str] = [key for key in train.prompts["prompt_key"] if key in on_serve]
+        #: whether training ran this very serve trace again: what it lacks of it then has no excuse
+        self.same_run = is_replay(train, serve)
         self._known: list[Pairs] = []
         self._topk: Pairs | None = None
         self.rows = self._match(train.rows, serve.rows)
@@ -69,7 +73,7 @@ class Alignment:
             return self.rows
         if site in TOPK_SITES:
             if self._topk is None:
-                self._topk = self._match(_topk_keys(self.train), _topk_keys(self.serve))
+                self._topk = self._match(topk_keys(self.train), topk_keys(self.serve))
             pairs = self._topk
         else:
             pairs = self._match(_all_keys(self.train.site_data(site)), _all_keys(self.serve.site_data(site)))
@@ -92,14 +96,14 @@ class Alignment:
         numbers_t = _renumber(train, self.train.prompts, self._numbers, 0)
         numbers_s = _renumber(serve, self.serve.prompts, self._numbers, 1)
         pairs = match(train, serve, numbers_t, numbers_s)
-        for fate, rows, numbers, given in (
-            (pairs.train_fate, train, numbers_t, self._given_serve),
-            (pairs.serve_fate, serve, numbers_s, self._given_train),
+        for fate, rows, numbers, own, given in (
+            (pairs.train_fate, train, numbers_t, self._given_train, self._given_serve),
+            (pairs.serve_fate, serve, numbers_s, self._given_serve, self._given_train),
         ):
-            # row at root p is fed token p + 1
-            fate[(fate == UNMATCHED) & (rows.root + 1 >= given[np.minimum(numbers, len(given) - 1)])] = CODE_OF[
-                "not-given"
-            ]
+            # row at root p is fed token p + 1: what the row's own side was not given either excuses nothing
+            own, given = (tokens[np.minimum(numbers, len(tokens) - 1)] for tokens in (own, given))
+            place = rows.root + 1
+            fate[(fate == UNMATCHED) & (place >= given) & (place < own)] = CODE_OF["not-given"]
         cached = train.root < self._cached[np.minimum(numbers_t, len(self._cached) - 1)]
         pairs.train_fate[(pairs.train_fate == UNMATCHED) & cached] = CODE_OF["prefix-cache"]
         # two greedy answers may part for a rounding error of the target: what follows is no fault of the draft
@@ -110,8 +114,16 @@ class Alignment:
         pairs = pairs.without(parted_t[pairs.train], "answers-part")
         for fate, parted in ((pairs.train_fate, parted_t), (pairs.serve_fate, parted_s)):
             fate[(fate == UNMATCHED) & parted] = CODE_OF["answers-part"]
+        if self.same_run:
+            pairs.serve_fate[np.isin(pairs.serve_fate, _NOT_OF_A_REPLAY)] = UNMATCHED
         self._known.append(pairs)
         return pairs
+
+
+def is_replay(train: Trace, serve: Trace) -> bool:
+    """Whether the train trace says that it replays this very serve trace, and not another of the same prompts."""
+    name = serve.manifest.recording
+    return bool(name) and train.manifest.settings.get("replayed") == name
 
 
 def align(train: Trace, serve: Trace) -> Alignment:
@@ -191,6 +203,15 @@ def lookup(keys: Rows, among: Rows) -> Int:
     known, first = np.unique(known, return_index=True)
     at = np.minimum(np.searchsorted(known, wanted), len(known) - 1)
     return np.where(known[at] == wanted, first[at], -1)
+
+
+def above(keys: Rows) -> Rows:
+    """Keys of the rows one draft step above; those of step 0 stay as they are."""
+    path = keys.path.copy()
+    if path.shape[1]:
+        at = np.flatnonzero(keys.step > 0)
+        path[at, keys.step[at] - 1] = -1
+    return replace(keys, step=np.maximum(keys.step - 1, 0), path=path)
 
 
 def topk_starts(rank: NDArray[np.integer]) -> Int:
@@ -339,7 +360,7 @@ def _no_rows() -> Rows:
     return Rows.build(prompt_id=[], root=[], step=[], token_id=[], position=[], call_id=0)
 
 
-def _topk_keys(trace: Trace) -> Rows:
+def topk_keys(trace: Trace) -> Rows:
     """Keys of the groups of topk.parquet, one row a group; whether a row saw its own path only is looked up
     in `rows`.
     """

@@ -43,6 +43,8 @@ class View:
             rows of the call itself from memory and only those before it from the cache.
         missing: keys and values of roots that this trace does not hold (a cached prefix), by prompt:
             (keys, values, roots).
+        slots: whose key lies in the slot of a draft step, by step: that of another step of the same path, or None
+            where the slot is not seen at all. A row sees its own step's place in the path it was written in.
     """
 
     recorded: Recorded
@@ -52,6 +54,7 @@ class View:
     stale: dict[tuple[int, int], tuple[int, tuple[int, ...]]] = field(default_factory=dict)
     fresh_in_call: bool = True
     missing: dict[int, tuple[Real, Real, Int]] = field(default_factory=dict)
+    slots: dict[int, int | None] = field(default_factory=dict)
     _prompts: dict[int, _Prompt | None] = field(default_factory=dict)
 
     def prompt(self, number: int) -> _Prompt | None:
@@ -91,7 +94,11 @@ class View:
             together = self.fresh_in_call and index[at - low] >= 0 and held.calls[index[at - low]] == call
             if source is not None and source in held.later and not together:
                 index[at - low] = held.later[source]
-        own = [held.later.get((root, path[:step]), -1) for step in range(1, len(path) + 1)]
+        own = [
+            held.later.get((root, path[:holds]), -1)
+            for step in range(1, len(path) + 1)
+            if (holds := self._holds(step, len(path))) is not None
+        ]
         index = np.concatenate([index, np.array(own, dtype=np.int64)])
         k, v = held.k[index], held.v[index]
         if (index < 0).any():
@@ -104,6 +111,11 @@ class View:
                 return None
             k[lost], v[lost] = given[0][place], given[1][place]
         return k, v
+
+    def _holds(self, step: int, deepest: int) -> int | None:
+        """Which step's key a row at step `deepest` finds in the slot of `step`; what comes later is not there yet."""
+        holds = self.slots.get(step, step)
+        return step if holds is not None and holds > deepest else holds
 
 
 def attend(q_TA: Real, rows: Rows, view: View, form: Form) -> tuple[Real, NDArray[np.bool_]]:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from eagle_trace.capture import Rows
 from eagle_trace.reader import Trace
 from eagle_trace.sites import Site
 from eagle_trace_analysis.align import TOPK_SITES, Alignment, not_materialised, position_offset, unequal_tokens
 from eagle_trace_analysis.metrics import IdMetrics
 from eagle_trace_analysis.pairs import Pairs
+from eagle_trace_analysis.params import shown_at
 from eagle_trace_analysis.result import Divergence, Note, RowKey, SiteResult
 
 Int = NDArray[np.int64]
@@ -73,6 +75,38 @@ def _shape_facts(seen: set[tuple[int, str]]) -> dict[str, Any]:
     listed = sorted(seen)
     text = ", ".join(f"[T, {width}] {dtype}" if width else "present" for width, dtype in listed)
     return {"shape": ["T", listed[-1][0]], "dtype": listed[-1][1], "text": text}
+
+
+def check_parameters(
+    apart: Iterable[tuple[str, Mapping[str, Any], Mapping[str, Any]]],
+    results: Mapping[tuple[str, int], SiteResult],
+) -> dict[tuple[str, int], SiteResult]:
+    """Sites whose parameters as loaded are not the trained ones, where nothing else was seen to differ.
+
+    Args:
+        apart: parameters that differ: name, and the rows of params.parquet in training and in serving.
+        results: what was compared so far.
+    """
+    by_site: dict[str, list[tuple[str, Mapping[str, Any], Mapping[str, Any]]]] = {}
+    for one in apart:
+        by_site.setdefault(shown_at(one[0]), []).append(one)
+    found = {}
+    for site, differing in by_site.items():
+        known = results.get((site, 0)) or SiteResult(site, 0)
+        if known.divergence is None:
+            facts = [_parameter_facts(row) for row in differing[0][1:]]
+            names = ", ".join(name for name, _, _ in differing)
+            are = "is not the trained one" if len(differing) == 1 else "are not the trained ones"
+            why = f"as loaded, {names} {are} (norm {facts[1]['norm']:.6g}, trained {facts[0]['norm']:.6g})"
+            divergence = Divergence(site, 0, "parameters", why, facts[0], facts[1])
+            found[site, 0] = replace(known, divergence=divergence, reason=None)
+    return found
+
+
+def _parameter_facts(row: Mapping[str, Any]) -> dict[str, Any]:
+    shape = list(row["shape"])
+    text = f"{row['canonical_name']} {shape} {row['dtype']}, norm {row['norm']:.6g}"
+    return {"shape": shape, "dtype": row["dtype"], "norm": row["norm"], "digest": row["digest"], "text": text}
 
 
 @dataclass(frozen=True)
@@ -207,26 +241,86 @@ def check_positions(alignment: Alignment) -> tuple[dict[int, SiteResult], list[N
     """Positions, up to a constant for each prompt; a constant that is not 0 becomes a benign note.
 
     Rotary attention sees differences of positions only, and only within a prompt, so a shift that is the same
-    for all rows of a prompt changes no attention weight. The constant of a prompt is the median over its
-    rows.
+    for all rows of a prompt changes no attention weight. It must be all of them, prefill, extends and draft steps,
+    those without a partner too: a query may attend to their keys.
     """
     pairs = alignment.rows
     offset = position_offset(pairs)
     prompts = pairs.train_keys.prompt_id[pairs.train]
-    # step 0 says what the constant is: drafts can outnumber it, and may be what is wrong
-    first = pairs.train_keys.step[pairs.train] == 0
-    of_prompt, at, inverse = np.unique(prompts, return_index=True, return_inverse=True)
-    constant = _median_of_each(prompts, offset)[at]
-    with_first, at = np.unique(prompts[first], return_index=True)
-    constant[np.searchsorted(of_prompt, with_first)] = _median_of_each(prompts[first], offset[first])[at]
-    constant = constant[inverse]
+    constant = _expected_offset(prompts, offset, pairs.train_keys.step[pairs.train] == 0)
     columns = pairs.train_keys.position[pairs.train], pairs.serve_keys.position[pairs.serve]
     shifted = f" (other rows: shifted by {_range(constant)})" if constant.any() else ""
     results = _integer_site(alignment, "position", offset != constant, columns, shifted)
-    if not constant.any() or (offset != constant).any():
+    for step, divergence in _moved_alone(alignment).items():
+        found = results.get(step)
+        if found is None or found.divergence is None:
+            results[step] = SiteResult(
+                "position", step, pairs.coverage(step), found.metrics if found else None, divergence=divergence
+            )
+    if not constant.any() or any(result.divergence for result in results.values()):
         return results, []
     text = f"train positions are shifted by {_range(constant)} against serve: no effect under RoPE"
+    cached = alignment.serve.prompts.get("cached_tokens")
+    if cached is not None and cached.fillna(0).any():
+        text += " unless those of the cached prefix, which the server did not compute here, are not"
     return results, [Note("position-offset", text)]
+
+
+def _expected_offset(prompts: Int32, offset: Int, first: NDArray[np.bool_]) -> Int:
+    """The constant that each pair's offset should be: that of its prompt's step-0 rows, `first`.
+
+    Drafts can outnumber those, and may be what is wrong. Where step 0 itself has several, rows that are not shifted
+    at all are taken for the right ones, so that what is named is the rows that are.
+    """
+    due, known = _constant_of_each(prompts, offset, np.flatnonzero(first))
+    unmoved = ~known & np.isin(prompts, prompts[first & (offset == 0)])
+    return np.where(unmoved, 0, np.where(known, due, _median_of_each(prompts, offset)))
+
+
+def _moved_alone(alignment: Alignment) -> dict[int, Divergence]:
+    """Rows of one side without a partner that are rotated otherwise than the rows of their prompt that have one.
+
+    The place of a row is its root plus its step; where all paired rows of a prompt stand one constant apart from
+    their places, the others must too.
+    """
+    pairs = alignment.rows
+    found: dict[int, Divergence] = {}
+    for side, keys, paired in (
+        ("training", pairs.train_keys, pairs.train),
+        ("serving", pairs.serve_keys, pairs.serve),
+    ):
+        moved = keys.position.astype(np.int64) - keys.root - keys.step
+        alone = np.ones(len(keys), dtype=np.bool_)
+        alone[paired] = False
+        if alone.any() and len(paired):
+            due, known = _constant_of_each(keys.prompt_id, moved, paired)
+            bad = np.flatnonzero(alone & known & (moved != due))
+            for step in set(keys.step[bad].tolist()) - set(found):
+                found[step] = _moved(side, keys, bad[keys.step[bad] == step], due)
+    return found
+
+
+def _constant_of_each(groups: Int32, values: Int, known: Int) -> tuple[Int, NDArray[np.bool_]]:
+    """For each element the one value that the `known` elements of its group have, and whether they have one."""
+    numbers, of = np.unique(groups, return_inverse=True)
+    low = np.full(len(numbers), np.iinfo(np.int64).max)
+    high = np.full(len(numbers), np.iinfo(np.int64).min)
+    np.minimum.at(low, of[known], values[known])
+    np.maximum.at(high, of[known], values[known])
+    return low[of], (low == high)[of]
+
+
+def _moved(side: str, keys: Rows, at: Int, due: Int) -> Divergence:
+    """The divergence of the rows `at` of one side, which should stand `due` away from their places."""
+    first, step = int(at[0]), int(keys.step[at[0]])
+    position = int(keys.position[first])
+    why = (
+        f"{len(at)} rows of {side} without a partner are not rotated as the rest of their prompt; first at root "
+        f"{keys.root[first]}: {position}, where {int(keys.root[first]) + step + int(due[first])} is due"
+    )
+    facts = {"position": position, "prompt_id": int(keys.prompt_id[first])}
+    sides = ({}, facts) if side == "serving" else (facts, {})
+    return Divergence("position", step, "positions", why, *sides)
 
 
 def _median_of_each(groups: NDArray[np.int32], values: Int) -> Int:

@@ -14,12 +14,15 @@ from numpy.typing import NDArray
 from eagle_trace.capture import LEVELS
 from eagle_trace.errors import CheckpointError, TraceError
 from eagle_trace.reader import Trace
+from eagle_trace_analysis.checkpoint import engine
 from eagle_trace_analysis.checkpoint.check import checks_of
-from eagle_trace_analysis.checkpoint.files import Checkpoint, open_checkpoint
+from eagle_trace_analysis.checkpoint.files import Checkpoint, StoredTensor, open_checkpoint
 from eagle_trace_analysis.checkpoint.finding import Finding, Status
 from eagle_trace_analysis.checkpoint.subject import Subject, Target, open_subject, open_target
+from eagle_trace_analysis.company import Company, company_of
 from eagle_trace_analysis.features import Features
 from eagle_trace_analysis.form import Form, form_of
+from eagle_trace_analysis.loaded import Apart, apart
 from eagle_trace_analysis.recorded import Recorded, choose
 from eagle_trace_analysis.replay import Replay, Replayed, judge
 from eagle_trace_analysis.result import Diff, Divergence, SiteResult
@@ -54,11 +57,20 @@ class Context:
         self.train_target_path = given.target or _path(train.manifest.target)
         self.problems: dict[str, str] = {}
         self._results: dict[str, list[SiteResult]] = {}
-        for result in diff.sites:
-            self._results.setdefault(result.site, []).append(result)
+        self.take(diff)
         self._judged: dict[tuple[str, int], Replayed] = {}
+        self._companies: dict[tuple[str, ...], Company | None] = {}
+        #: what the causes said so far, by name (`Cause.last` looks when all others have)
+        self.outcomes: dict[str, Any] = {}
 
     # ---- the comparison ------------------------------------------------------------------------------------
+
+    def take(self, diff: Diff) -> None:
+        """Go on with another reading of the same comparison."""
+        self.diff = diff
+        self._results = {}
+        for result in diff.sites:
+            self._results.setdefault(result.site, []).append(result)
 
     def results(self, site: str) -> list[SiteResult]:
         """A site's results, step by step; [] if it is on neither side."""
@@ -283,6 +295,20 @@ class Context:
             if site not in known or step == 0 or known[site].steps == "all"
         ]
 
+    def says(self, name: str, value: Any) -> bool:
+        """Whether the deployed config says so of a field of the form."""
+        return self.served_form is not None and getattr(self.served_form, name) == value
+
+    def company(self, *own: str) -> Company | None:
+        """What the deployed folder says otherwise than the training, but for `own`; None if nothing.
+
+        Args:
+            own: fields of the form by name, ``rope frequencies``, ``rope layout``, ``weights``.
+        """
+        if own not in self._companies:
+            self._companies[own] = company_of(self.replay, self.served_form, self.apart, own) if self.replay else None
+        return self._companies[own]
+
     def layer_sites(self, *endings: str) -> list[str]:
         """Sites of all decoder layers with these endings (``attn.q``), in forward order."""
         names = self.replay.sites if self.replay else {}
@@ -305,6 +331,26 @@ class Context:
             table = trace.table("params")
             sides.append({row["canonical_name"]: row for row in table.to_pylist()})
         return sides[0], sides[1]
+
+    @cached_property
+    def apart(self) -> list[Apart]:
+        """Parameters that both hosts hold with other numbers, d2t and t2d aside."""
+        trained, served = self.params
+        was, held = (_by_name(draft) for draft in (self.train_draft, self.serve_draft))
+        return [one for one in apart(trained, served, was, held) if one.name not in ("d2t", "t2d")]
+
+
+def _by_name(draft: Checkpoint | None) -> dict[str, StoredTensor]:
+    """Tensors of a draft by speculators' names."""
+    if draft is None:
+        return {}
+    tensors = {engine.canonical_name(one.name): one for one in draft.tensors.values()}
+    for layer in {name.split(".")[1] for name in tensors if name.startswith("layers.")}:
+        # the engine's name of the norm that a later layer starts with
+        name = f"layers.{layer}.input_layernorm.weight"
+        if (theirs := engine.entering_norm(name)) is not None and theirs in tensors:
+            tensors[name] = tensors[theirs]
+    return tensors
 
 
 def _path(facts: Mapping[str, Any]) -> Path | None:

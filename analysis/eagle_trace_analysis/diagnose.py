@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from eagle_trace.errors import EagleTraceError
@@ -10,11 +9,12 @@ from eagle_trace.reader import Trace
 from eagle_trace.sites import draft_sites
 from eagle_trace_analysis.causes import REGISTRY
 from eagle_trace_analysis.causes.base import RECORD_VALUES, Verdict, not_tested
-from eagle_trace_analysis.causes.parameters import not_loaded, site_of
 from eagle_trace_analysis.context import Checkpoints, Context
-from eagle_trace_analysis.params import same
+from eagle_trace_analysis.params import comparable
+from eagle_trace_analysis.proof import with_parameters, with_proven
 from eagle_trace_analysis.replay import Replayed
 from eagle_trace_analysis.result import Diff
+from eagle_trace_analysis.settle import settle, unexplained
 from eagle_trace_analysis.steps import STEPS
 
 __all__ = ["CauseVerdict", "Checkpoints", "Diagnosis", "diagnose", "diagnosed"]
@@ -47,11 +47,13 @@ class Diagnosis:
         causes: the confirmed in the order of the forward, then the ruled out, then the not tested.
         replay: every step of the serve side recomputed from its own inputs.
         unexplained: steps that are faulty, or divergences, that no confirmed cause speaks about.
+        no_replay: why no step was recomputed; None if steps were.
     """
 
     causes: tuple[CauseVerdict, ...] = ()
     replay: tuple[Replayed, ...] = ()
     unexplained: tuple[str, ...] = field(default=())
+    no_replay: str | None = None
 
     def of(self, verdict: Verdict) -> tuple[CauseVerdict, ...]:
         """The causes with one verdict."""
@@ -84,27 +86,45 @@ def diagnose(diff: Diff, train: Trace, serve: Trace, checkpoints: Checkpoints | 
         train, serve: the traces.
         checkpoints: folders that override those of the manifests.
     """
-    context = Context(diff, train, serve, checkpoints)
-    verdicts = [_look(context, name) for name in REGISTRY]
+    return _diagnose(Context(diff, train, serve, checkpoints))
+
+
+def _diagnose(context: Context) -> Diagnosis:
+    # what is proved of weights and steps counts as divergences before any cause looks
+    apart = [(one.name, one.trained, one.served) for one in context.apart if comparable(one.trained, one.served)]
+    context.take(with_parameters(context.diff, apart))
+    replayed = _replay(context)
+    context.take(with_proven(context.diff, replayed))
+    look_at_all(context)
+    settled = settle(context, replayed)
+    verdicts = [CauseVerdict(name, one.verdict, one.evidence, one.fix, one.site) for name, one in settled.items()]
     order = {name: at for at, name in enumerate(REGISTRY)}
     verdicts.sort(key=lambda one: (_ORDER[one.verdict], _place(one.site), order[one.cause]))
-    replayed = _replay(context)
-    return Diagnosis(tuple(verdicts), replayed, _unexplained(context, verdicts, replayed))
+    left = unexplained(context, settled, replayed)
+    return Diagnosis(tuple(verdicts), replayed, left, None if context.replay is not None else context.no_replay)
 
 
 def diagnosed(diff: Diff, train: Trace, serve: Trace, checkpoints: Checkpoints | None = None) -> Diff:
-    """`diff` with its diagnosis; a comparison that could not be made has none."""
+    """`diff` with its diagnosis, and with the steps that are proved faulty by themselves as divergences.
+
+    A comparison that could not be made has no diagnosis.
+    """
     if not diff.sites:
         return diff
-    return replace(diff, diagnosis=diagnose(diff, train, serve, checkpoints))
+    context = Context(diff, train, serve, checkpoints)
+    diagnosis = _diagnose(context)
+    return replace(context.diff, diagnosis=diagnosis)
 
 
-def _look(context: Context, name: str) -> CauseVerdict:
-    try:
-        outcome = REGISTRY[name].check(context)
-    except EagleTraceError as error:
-        outcome = not_tested(str(error), RECORD_VALUES)
-    return CauseVerdict(name, outcome.verdict, outcome.evidence, outcome.fix, outcome.site)
+def look_at_all(context: Context) -> None:
+    """Let every cause look: `context.outcomes`."""
+    for last in (False, True):
+        for name, cause in REGISTRY.items():
+            if cause.last == last:
+                try:
+                    context.outcomes[name] = cause.check(context)
+                except EagleTraceError as error:
+                    context.outcomes[name] = not_tested(str(error), RECORD_VALUES)
 
 
 def _replay(context: Context) -> tuple[Replayed, ...]:
@@ -122,40 +142,3 @@ _SITES = {site.name: at for at, site in enumerate(draft_sites(16, 8))}
 def _place(site: str | None) -> float:
     # one layer's features are seen in `fused`, before any of its slices
     return -1.0 if site == "fused" else float(_SITES.get(site or "", len(_SITES)))
-
-
-def _unexplained(context: Context, verdicts: Sequence[CauseVerdict], replayed: Sequence[Replayed]) -> tuple[str, ...]:
-    """Faulty steps at sites that no confirmed cause names, and a first divergence without any cause."""
-    named: set[str] = set()
-    for one in verdicts:
-        if one.verdict == "confirmed":
-            named |= {*REGISTRY[one.cause].sites, one.site or ""}
-            if one.cause in ("weights-dropped", "weights-missing"):
-                # the verdict names the first of them
-                named |= {site_of(name) or "" for name in not_loaded(context)}
-    if context.other_algorithm is not None:
-        named.add("logits")
-    said = []
-    for site in dict.fromkeys(one.site for one in replayed if one.verdict == "faulty"):
-        plain = "layer.0." + site.split(".", 2)[2] if site.startswith("layer.") else site
-        if plain not in named and site not in named and not context.agrees(site):
-            worst = next(one for one in replayed if one.site == site and one.verdict == "faulty")
-            figures = worst.serve.words() if worst.serve else ""
-            said.append(f"{site} is not computed as trained ({figures})" + _other_weights(context, site))
-    first = context.diff.first_divergence
-    if first is not None and not said and not any(one.verdict == "confirmed" for one in verdicts):
-        said.append(f"{first.site}, step {first.step}: {first.why}")
-    return tuple(said)
-
-
-def _other_weights(context: Context, site: str) -> str:
-    trained, served = context.params
-    names = [
-        name for name in trained if site_of(name) == site and name in served and not same(served[name], trained[name])
-    ]
-    if not names:
-        return "; its weights are the trained ones" if any(site_of(name) == site for name in trained) else ""
-    one = names[0]
-    return (
-        f"; {one} as loaded is not the trained one (norm {served[one]['norm']:.4g}, trained {trained[one]['norm']:.4g})"
-    )

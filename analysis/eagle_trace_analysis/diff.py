@@ -13,10 +13,11 @@ from eagle_trace.capture import LEVELS
 from eagle_trace.errors import IncomparableError
 from eagle_trace.reader import Trace
 from eagle_trace.sites import Site, sites_of
-from eagle_trace_analysis.acceptance import accept_length
+from eagle_trace_analysis.acceptance import accept_length, contradiction
 from eagle_trace_analysis.align import TOPK_SITES, Alignment, align, not_materialised
 from eagle_trace_analysis.checks import (
     Shapes,
+    check_parameters,
     check_positions,
     check_shapes,
     check_tokens,
@@ -28,7 +29,7 @@ from eagle_trace_analysis.fold import Executor, Threads, fold
 from eagle_trace_analysis.frontier import find_frontier, shape_order
 from eagle_trace_analysis.metrics import IdMetrics, Metrics
 from eagle_trace_analysis.pairs import SKIP_REASONS, Coverage, Pairs
-from eagle_trace_analysis.params import differing
+from eagle_trace_analysis.params import differing, other_form
 from eagle_trace_analysis.prediction import predict
 from eagle_trace_analysis.ranks import check_ranks
 from eagle_trace_analysis.result import Diff, Divergence, Note, SiteResult
@@ -117,12 +118,15 @@ class _Comparison:
         ordered = self._in_order({node: replace(result, frontier=node in frontier) for node, result in results.items()})
         if reason is None and not frontier:
             reason = self._too_little(minimum_share) or self._no_numbers(results)
+        accept = predict(accept_length(self.serve), self.train, self.serve)
+        if reason is None and not frontier and (text := contradiction(accept)) is not None:
+            self.notes.append(Note("accept-length", text))
         return Diff(
             sites=tuple(ordered),
             coverage=self.alignment.coverage,
             minimum_share=minimum_share,
             incomparable=reason,
-            accept_length=predict(accept_length(self.serve), self.train, self.serve),
+            accept_length=accept,
             benign=tuple(self.benign),
             notes=tuple(self.notes),
             level=self.level,
@@ -204,7 +208,10 @@ class _Comparison:
             wrong = [
                 step for (site, step), result in results.items() if site == "logits" and result.verdict == "diverged"
             ]
-            results |= check_topk(self.alignment, self._logit_errors, wrong)
+            for node, result in check_topk(self.alignment, self._logit_errors, wrong).items():
+                if node not in results or results[node].divergence is None:
+                    results[node] = result
+        results |= check_parameters(differing(self.train, self.serve), results)
         return results
 
     def _both_have(self, site: str) -> bool:
@@ -299,6 +306,14 @@ class _Comparison:
         if len(steps) and not steps.any() and self.serve.rows.step.any():
             text = "only step 0 was compared: record the train side with --replay to compare draft steps too"
             self.notes.append(Note("draft-steps", text))
+        lacking = self.alignment.coverage.unmatched_serve
+        if self.alignment.same_run and lacking:
+            text = (
+                f"{lacking} of {len(self.serve.rows)} rows of the serve trace are not in the replay of it, so nothing "
+            )
+            text += "is said of them: training was recorded with fewer steps or a selection, or the server computed "
+            text += "rows that its own books do not know"
+            self.notes.append(Note("replay-lacks", text))
         excused = sum(r.metrics.excused for r in results.values() if isinstance(r.metrics, IdMetrics))
         if excused:
             self.benign.append(
@@ -307,6 +322,9 @@ class _Comparison:
         if self.level == "sketch":
             self.notes.append(Note("sketch", WORDS))
         for trace in (self.train, self.serve):
+            if trace.unchecked:
+                text = f"{trace.path} has no checksums ({len(trace.unchecked)} files): damage may go unnoticed"
+                self.notes.append(Note("no-checksums", text))
             if not trace.sealed:
                 lost = f": {'; '.join(trace.missing[:3])}" if trace.missing else ""
                 self.notes.append(Note("partial", f"{trace.path} was not finished or is damaged{lost}"))
@@ -317,12 +335,19 @@ class _Comparison:
                 text = "; ".join(one.text for one in found[:_LISTED])
                 self.notes.append(Note("ranks", f"{trace.path}: ranks differ at {text}{more}"))
         if wrong := differing(self.train, self.serve):
-            more = f" and {len(wrong) - _LISTED} more" if len(wrong) > _LISTED else ""
-            text = f"as loaded, {', '.join(wrong[:_LISTED])}{more} in serving are not the trained ones"
+            text = f"as loaded, {_some([name for name, _, _ in wrong])} in serving are not the trained ones"
             self.notes.append(Note("parameters", text))
+        if unlike := other_form(self.train, self.serve):
+            text = f"not compared with the trained ones, since they are held in another form: {_some(unlike)}"
+            self.notes.append(Note("parameters-form", text))
         digests = {self.train.manifest.prompts_digest, self.serve.manifest.prompts_digest}
         if len(digests) > 1 and "" not in digests:
             self.notes.append(Note("prompts-digest", "the two sides were recorded on different sets of prompts"))
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+    return ", ".join(names[:_LISTED]) + more
 
 
 def _numeric_divergence(

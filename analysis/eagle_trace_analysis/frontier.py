@@ -13,6 +13,8 @@ Node = tuple[str, int]
 
 #: differs only if d2t does: judged on draft ids both sides name, so nothing upstream can explain it
 _SELF_EXPLAINED = "topk.target_id"
+#: kinds that are proved of a site alone: nothing upstream makes a weight another one
+_OWN = ("parameters", "step")
 
 
 def shape_order(sites: Sequence[Site]) -> list[Site]:
@@ -30,7 +32,7 @@ def find_frontier(sites: Sequence[Site], results: Mapping[Node, SiteResult]) -> 
 
     A site that was not compared is looked through: it counts as its own inputs do. A missing or wrongly
     shaped site is explained by other such sites only (no number changes a shape), and for those `fused` comes
-    before its slices.
+    before its slices. What is proved of a site alone is explained by nothing but the same site at an earlier step.
     """
     by_name = {site.name: site for site in sites}
     shaped = {name for (name, _), result in results.items() if _is_shape(result)}
@@ -50,6 +52,12 @@ def find_frontier(sites: Sequence[Site], results: Mapping[Node, SiteResult]) -> 
             continue
         if _is_shape(result):
             explained = any(source in shaped for source in _shape_inputs(by_name[name]))
+        elif result.divergence.kind in _OWN:
+            # of a step that is wrong every time, the first time is enough
+            explained = any(
+                (before := results.get((name, earlier))) is not None and before.verdict == "diverged"
+                for earlier in range(step)
+            )
         else:
             explained = name != _SELF_EXPLAINED and not all(clean(*source) for source in sources(by_name, name, step))
         if not explained:

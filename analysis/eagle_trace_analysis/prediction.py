@@ -116,13 +116,14 @@ def _best_ids(train: Trace, first: Mapping[str, int]) -> dict[str, dict[Chain, i
         int(number): str(key)
         for number, key in zip(train.prompts["prompt_id"], train.prompts["prompt_key"], strict=True)
     }
-    start = np.full(max(numbers, default=0) + 1, np.iinfo(np.int64).max)
-    for number, key in numbers.items():
-        start[number] = first.get(key, np.iinfo(np.int64).max)
+    if not numbers:
+        return {}
+    ids = np.array(sorted(numbers), dtype=np.int64)
+    start = np.array([first.get(numbers[number], np.iinfo(np.int64).max) for number in ids.tolist()], dtype=np.int64)
     prompt, root, rank = (table.column(name).to_numpy() for name in ("prompt_id", "root", "rank"))
+    place = np.minimum(np.searchsorted(ids, prompt), len(ids) - 1)
     # an interrupted recording may have best ids of prompts that it does not name
-    named = np.flatnonzero((rank == 0) & (prompt < len(start)))
-    table = table.take(named[root[named] >= start[prompt[named]]])
+    table = table.take(np.flatnonzero((rank == 0) & (ids[place] == prompt) & (root >= start[place])))
     found: dict[str, dict[Chain, int]] = {}
     if not table.num_rows:
         return found

@@ -8,7 +8,7 @@ the deepest draft steps with all rows above them, and roots spread over the prom
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from eagle_trace.capture import Rows, to_float32
 from eagle_trace.reader import SiteData, Trace, ValueReader, read_keys
-from eagle_trace_analysis.align import lookup
+from eagle_trace_analysis.align import above, lookup
 
 Int = NDArray[np.int64]
 Bool = NDArray[np.bool_]
@@ -56,8 +56,7 @@ class Recorded:
     @cached_property
     def parents(self) -> Int:
         """Index of the row one draft step above each row, -1 for none, int64 [S]."""
-        above = _above(self.keys)
-        found = lookup(above, self.keys)
+        found = lookup(above(self.keys), self.keys)
         return np.where(self.keys.step > 0, found, -1)
 
     @property
@@ -128,14 +127,6 @@ class Recorded:
         return found
 
 
-def _above(keys: Rows) -> Rows:
-    path = keys.path.copy()
-    if path.shape[1]:
-        at = np.flatnonzero(keys.step > 0)
-        path[at, keys.step[at] - 1] = -1
-    return replace(keys, step=np.maximum(keys.step - 1, 0), path=path)
-
-
 def choose(trace: Trace, first: Sequence[int] = ()) -> Rows:
     """Keys of the rows to sample.
 
@@ -155,8 +146,8 @@ def choose(trace: Trace, first: Sequence[int] = ()) -> Rows:
         chain = rows.take(_spread(deepest, CHAINS))
         while len(chain):
             picked.append(lookup(chain, rows))
-            above = np.flatnonzero(chain.step > 0)
-            chain = _above(chain.take(above)) if above.size else chain.take(above)
+            deeper = np.flatnonzero(chain.step > 0)
+            chain = above(chain.take(deeper)) if deeper.size else chain.take(deeper)
     roots = np.flatnonzero(rows.step == 0)
     roots = roots[np.lexsort((rows.root[roots], rows.prompt_id[roots]))]
     # the first few positions show a rotation's frequencies without wrapping around

@@ -10,13 +10,15 @@ hypothesis brings the error down to rounding.
 Where the same recomputation of the *training* side comes out larger (the control), 4 times that is allowed
 instead; and a step whose control is beyond `CONTROL_LIMIT` times what is allowed is not judged at all: the
 recomputation is then not what the training side computes, and says nothing about the other side.
+
+Within these sizes a fault is still one if it is systematic (`eagle_trace_analysis.systematic`).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
@@ -28,6 +30,7 @@ from eagle_trace_analysis.form import Form
 from eagle_trace_analysis.metrics import quantile, relative_error
 from eagle_trace_analysis.recorded import Recorded
 from eagle_trace_analysis.steps import STEPS, Inputs, NotReplayedError
+from eagle_trace_analysis.systematic import Limits, Systematic, systematic
 from eagle_trace_analysis.tolerance import BLOCK_TERMS, FACTOR, ONE_ROUNDING, UNIT
 from eagle_trace_analysis.weights import CHANNELS, Weights, sampled
 
@@ -55,12 +58,19 @@ class Recomputed:
         recorded: what the trace holds, [T, C].
         rows: the rows, indices into the sample, int64 [T].
         channels: the outputs, int64 [C].
+        limits: what may be systematic.
     """
 
     expected: Real
     recorded: Real
     rows: Int
     channels: Int
+    limits: Limits
+
+    @cached_property
+    def systematic(self) -> Systematic | None:
+        """What of the error is systematic; None if that cannot be said."""
+        return systematic(self.recorded, self.expected, self.channels, self.limits)
 
 
 @dataclass(frozen=True)
@@ -73,6 +83,8 @@ class Measured:
         channel_median: RMS error of a channel over the channel's RMS.
         nonfinite: recorded elements that are not finite; they count as no error here.
         allowed: what is allowed of each statistic.
+        step: the rows themselves, if what is systematic shall be looked at.
+        control: the training side's figures; None on the training side itself.
     """
 
     rows: int
@@ -81,20 +93,58 @@ class Measured:
     channel_median: float
     nonfinite: int
     allowed: dict[str, float]
+    step: Recomputed | None = field(default=None, repr=False, compare=False)
+    control: Measured | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def size(self) -> float:
+        """The size furthest beyond what is allowed, over what is allowed."""
+        return max(float(getattr(self, name)) / allowed for name, allowed in self.allowed.items())
+
+    @property
+    def systematic(self) -> Systematic | None:
+        """What of the error is systematic; None if that cannot be said."""
+        return self.step.systematic if self.step is not None else None
+
+    @cached_property
+    def excess(self) -> float:
+        """What is systematic, over what is allowed beside the control; 0 without a control."""
+        # the control's own is not looked at before there is a reason to
+        found = self.systematic if self.control is not None else None
+        if found is None or self.control is None or found.excess() <= 1:
+            return 0.0
+        control = self.control.systematic
+        return found.excess(control) if control is not None else 0.0
 
     @property
     def ratio(self) -> float:
-        """The statistic furthest beyond what is allowed, over what is allowed."""
-        return max(float(getattr(self, name)) / allowed for name, allowed in self.allowed.items())
+        """What is furthest beyond what is allowed, over what is allowed."""
+        return max(self.size, self.excess)
 
     @property
     def reproduced(self) -> bool:
         """Within what is allowed."""
         return self.ratio <= 1
 
+    def figures(self) -> dict[str, float | int]:
+        """The figures by name, with what is systematic if that is known."""
+        names = ("rows", "rho_median", "rho_max", "channel_median", "nonfinite")
+        found = {name: getattr(self, name) for name in names}
+        return found | (self.systematic.figures() if self.systematic is not None else {})
+
+    def brief(self) -> str:
+        """What is wrong, in a few words."""
+        found = self.systematic
+        if found is not None and found.excess() > 1:
+            return found.words()
+        return f"error {self.rho_median:.1e} (median row), {self.allowed['rho_median']:.1e} allowed"
+
     def words(self) -> str:
         """The figures in words."""
-        return f"error {self.rho_median:.1e} (median row), {self.rho_max:.1e} (worst of {self.rows})"
+        text = f"error {self.rho_median:.1e} (median row), {self.rho_max:.1e} (worst of {self.rows})"
+        found = self.systematic
+        # of an error that its size shows, the size says enough
+        return f"{text}, {found.words()}" if found is not None and self.size <= 1 < self.excess else text
 
     def against(self) -> str:
         """The figures and what is allowed."""
@@ -133,6 +183,8 @@ class Replay:
 
     def __init__(self, recorded: Recorded, form: Form, weights: Weights, view: View | None = None) -> None:
         self.recorded, self.form, self.weights = recorded, form, weights
+        #: whether `view` is another than the form's
+        self.view_given = view is not None
         self.view = view or View(recorded, window=form.window)
         names = [site for site in recorded.trace.sites if recorded.data(site)]
         self.sites: dict[str, Site] = {site.name: site for site in sites_of(names)}
@@ -154,26 +206,44 @@ class Replay:
                 self._done[site, step] = str(error)
         return self._done[site, step]
 
+    def channels(self, site: str, rows: Int, channels: Int) -> Real:
+        """Any channels of a step that `recompute` can recompute, on rows of the sample where it can: [T, C]."""
+        at = re.match(r"(layer\.\d+)\.(.+)$", site)
+        layer, kind = (at.group(1), at.group(2)) if at else (self._last, site)
+        return STEPS[kind](Inputs(self.recorded, rows, channels, self.form, self.weights, self.view), layer)
+
     def measure(self, site: str, step: int, control: Measured | None = None) -> Measured | str:
         """How far a step is from what was recorded, or why that cannot be said."""
         found = self.recompute(site, step)
         if isinstance(found, str):
             return found
-        return measure(found.recorded, found.expected, self.allowed(site, control))
+        return measure(found.recorded, found.expected, self.allowed(site, control), found, control)
 
     def allowed(self, site: str, control: Measured | None = None) -> dict[str, float]:
         """What is allowed of each statistic at a site, from roundings and the training side's own figures."""
-        dtype = self.recorded.trace.manifest.dtype
-        data = self.recorded.data(site)
-        unit = max(UNIT.get(dtype, UNIT["float32"]), UNIT.get(data.dtype, 0.0) if data else 0.0)
+        unit = self._unit(site)
         floor = ONE_ROUNDING * unit * self._roundings(site, unit) ** 0.5
         if "_rope" in site:
             # hosts reckon the angle, position times frequency, in float32 whatever their dtype
-            floor += ONE_ROUNDING * UNIT["float32"] * float(self.recorded.keys.position.max(initial=0))
+            floor += ONE_ROUNDING * UNIT["float32"] * self._last_position
         return {
             name: FACTOR * max(spread * floor, getattr(control, name) if control else 0.0)
             for name, spread in SPREAD.items()
         }
+
+    def _limits(self, site: str) -> Limits:
+        unit = self._unit(site)
+        position = self._last_position if "_rope" in site else 0.0
+        return Limits.of(unit, self._roundings(site, unit), product=site.endswith(_PRODUCTS), position=position)
+
+    @property
+    def _last_position(self) -> float:
+        return float(self.recorded.keys.position.max(initial=0))
+
+    def _unit(self, site: str) -> float:
+        data = self.recorded.data(site)
+        dtype = UNIT.get(self.recorded.trace.manifest.dtype, UNIT["float32"])
+        return max(dtype, UNIT.get(data.dtype, 0.0) if data else 0.0)
 
     def _roundings(self, name: str, unit: float) -> float:
         site = self.sites[name]
@@ -207,15 +277,23 @@ class Replay:
         kept = np.flatnonzero(inputs.present)
         if not kept.size:
             raise NotReplayedError("its inputs were not recorded on any row")
-        return Recomputed(expected[kept], target.values[rows[kept]][:, channels], rows[kept], channels)
+        found = target.values[rows[kept]][:, channels]
+        return Recomputed(expected[kept], found, rows[kept], channels, self._limits(site))
 
 
-def measure(recorded: Real, expected: Real, allowed: dict[str, float]) -> Measured:
-    """Errors of recorded rows [T, C] against expected ones."""
-    finite = np.isfinite(recorded) & np.isfinite(expected)
+def measure(
+    recorded: Real,
+    expected: Real,
+    allowed: dict[str, float],
+    step: Recomputed | None = None,
+    control: Measured | None = None,
+) -> Measured:
+    """Errors of recorded rows [T, C] against expected ones; see `Measured` for the rest."""
     with np.errstate(invalid="ignore", over="ignore"):
-        d = np.where(finite, recorded - expected, 0.0)
-        y = np.where(finite, expected, 0.0)
+        d, y = recorded - expected, expected
+        if not np.isfinite(d.sum()):
+            finite = np.isfinite(d)
+            d, y = np.where(finite, d, 0.0), np.where(finite, y, 0.0)
         square, power = d * d, y * y
     rho = relative_error(square.sum(axis=1), power.sum(axis=1))
     channel = relative_error(square.sum(axis=0), power.sum(axis=0))
@@ -226,21 +304,9 @@ def measure(recorded: Real, expected: Real, allowed: dict[str, float]) -> Measur
         channel_median=quantile(channel, 0.5),
         nonfinite=int((~np.isfinite(recorded)).sum()),
         allowed=allowed,
+        step=step,
+        control=control,
     )
-
-
-def replay_all(serve: Replay, train: Replay | None, sites: Sequence[str]) -> Iterator[Replayed]:
-    """Judge every step of the serve side, with the training side as control.
-
-    Args:
-        serve: the serve side under the trained form.
-        train: the training side under the same.
-        sites: which, in forward order.
-    """
-    for step in serve.recorded.steps:
-        for site in sites:
-            if site in serve.sites and (step == 0 or serve.sites[site].steps == "all"):
-                yield judge(serve, train, site, step)
 
 
 def judge(serve: Replay, train: Replay | None, site: str, step: int) -> Replayed:

@@ -14,7 +14,7 @@ from eagle_trace_analysis.tolerance import Tolerance
 if TYPE_CHECKING:
     from eagle_trace_analysis.diagnose import Diagnosis
 
-Kind = Literal["shape", "presence", "nonfinite", "tokens", "positions", "ids", "values"]
+Kind = Literal["shape", "presence", "parameters", "nonfinite", "tokens", "positions", "ids", "values", "step"]
 SiteVerdict = Literal["agree", "diverged", "not compared"]
 Verdict = Literal["agree", "diverged", "incomparable"]
 
@@ -38,7 +38,8 @@ class Divergence:
     Attributes:
         site: where.
         step: 0 for the extend row, s for the s-th draft step.
-        kind: what differs.
+        kind: what differs; ``parameters`` are the weights as loaded, and ``step`` is what the server computes from its
+            own inputs (`eagle_trace_analysis.proof`), both also where the figures stay within tolerance.
         why: one sentence with both sides' figures.
         train: facts of the train side at the worst row (shape, dtype, norm, ... whatever there is).
         serve: the same for the serve side.
@@ -134,6 +135,7 @@ class AcceptLength:
         predicted_basis: ``walk`` (each round starts where the one before ended) or ``rounds`` (the server's own).
         undecided: of `predicted_rounds`, those not known at every depth.
         better, worse: of the server's rounds, those where training would have had more accepted, or fewer.
+        branches: most branches that a proposed token had: 1 for a chain. What is predicted is always a chain's.
     """
 
     observed: float | None
@@ -147,6 +149,12 @@ class AcceptLength:
     undecided: int = 0
     better: int = 0
     worse: int = 0
+    branches: int = 1
+
+    @property
+    def comparable(self) -> bool:
+        """Whether observed and predicted are both known and both a chain's: a tree has more tokens to accept from."""
+        return self.observed is not None and self.predicted is not None and self.branches == 1
 
 
 @dataclass(frozen=True)

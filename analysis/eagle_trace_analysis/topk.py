@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eagle_trace.reader import Trace
-from eagle_trace_analysis.align import Alignment, lookup, topk_starts
+from eagle_trace_analysis.align import Alignment, above, lookup, topk_keys, topk_starts
 from eagle_trace_analysis.checks import row_key
 from eagle_trace_analysis.metrics import IdMetrics, counted_flips
 from eagle_trace_analysis.result import Divergence, SiteResult
@@ -104,7 +104,79 @@ def check_topk(
                     alignment, site, step, int(bad[0]), found, (train, serve), (len(bad), len(here))
                 )
             results[site, step] = SiteResult(site, step, coverage, metrics, divergence=divergence)
+    for one in unmapped(alignment.serve, serve):
+        why = f"{one.words}; first at root {one.root}: draft id {one.draft_id}, which is target id {one.target_id}"
+        facts = {"token": one.target_id}, {"token": one.draft_id}
+        divergence = Divergence("token", one.step, "tokens", why, *facts)
+        coverage = alignment.rows.coverage(one.step)
+        results["token", one.step] = SiteResult("token", one.step, coverage, divergence=divergence)
     return results
+
+
+@dataclass(frozen=True)
+class Unmapped:
+    """Rows of one draft step that are fed a draft id as if it were a target id.
+
+    Attributes:
+        step: the step.
+        rows, judged: how many rows, of how many of which that can be told.
+        root, draft_id, target_id: of the first of them.
+    """
+
+    step: int
+    rows: int
+    judged: int
+    root: int
+    draft_id: int
+    target_id: int
+
+    @property
+    def words(self) -> str:
+        """One clause."""
+        return (
+            f"{self.rows} of {self.judged} rows of draft step {self.step} are fed the draft id that the row above puts "
+            "among its best, and not the target id that d2t makes of it"
+        )
+
+
+def unmapped(serve: Trace, groups: _Groups | None = None) -> list[Unmapped]:
+    """Draft steps whose tokens are draft ids, by the server's own best ids of the rows above; at most one a step.
+
+    Training replays the tokens that the server drafted, whatever they are, so no comparison of the two sides shows it.
+    """
+    rows = serve.rows
+    later = np.flatnonzero((rows.step > 0) & rows.own_path)
+    if not later.size or not serve.table_rows("topk"):
+        return []
+    later = later[np.linspace(0, len(later) - 1, min(len(later), BLOCK_GROUPS)).astype(np.int64)]
+    keys = rows.take(later)
+    at = lookup(above(keys), topk_keys(serve))
+    later, keys, at = later[at >= 0], keys.take(np.flatnonzero(at >= 0)), at[at >= 0]
+    if not at.size:
+        return []
+    drafts, targets, _ = (groups or _Groups.read(serve)).block(at)
+    fed = keys.path[np.arange(len(keys)), keys.step - 1].astype(np.int64)[:, None]
+    as_draft = drafts == fed
+    judged = (drafts != targets).any(axis=1)
+    wrong = judged & as_draft.any(axis=1) & ~(targets == fed).any(axis=1)
+    found = []
+    for step in np.unique(keys.step):
+        here = keys.step == step
+        bad = np.flatnonzero(wrong & here)
+        if len(bad) < 2 or 2 * len(bad) < (judged & here).sum():
+            continue
+        first, place = int(bad[0]), int(as_draft[bad[0]].argmax())
+        found.append(
+            Unmapped(
+                int(step),
+                len(bad),
+                int((judged & here).sum()),
+                int(keys.root[first]),
+                int(drafts[first, place]),
+                int(targets[first, place]),
+            )
+        )
+    return found
 
 
 def _compare(train: _Groups, serve: _Groups, at_train: Int, at_serve: Int) -> _Found:

@@ -31,8 +31,7 @@ def check(
     format: Annotated[CheckFormat, typer.Option("--format", help="text, or json for machines.")] = CheckFormat.text,
 ) -> None:
     """Check a draft without running it. Exit status 0: nothing failed, 1: something did, 2: not checked."""
-    from rich.console import Console
-
+    from eagle_trace.terminal import PlainConsole
     from eagle_trace_analysis.checkpoint.check import check as check_checkpoint
     from eagle_trace_analysis.report.check import render_json, render_text
 
@@ -40,6 +39,6 @@ def check(
     if format is CheckFormat.json:
         typer.echo(render_json(result))
     else:
-        render_text(result, Console())
+        render_text(result, PlainConsole())
     if result.exit_status:
         raise typer.Exit(result.exit_status)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from eagle_trace.errors import OutputExistsError, UsageError
+from eagle_trace.printable import printable
 
 if TYPE_CHECKING:
     from eagle_trace_analysis.fold import Executor
@@ -138,4 +139,4 @@ def _write(out: Path, text: str) -> None:
         out.write_text(text, encoding="utf-8")
     except OSError as error:
         raise UsageError(f"cannot write {out}: {error.strerror}") from error
-    typer.echo(f"Wrote {out}", err=True)
+    typer.echo(printable(f"Wrote {out}"), err=True)

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from eagle_trace.printable import printable
+
 
 def export(
     draft: Annotated[Path, typer.Argument(help="Draft checkpoint in speculators format.")],
@@ -20,5 +22,5 @@ def export(
     from eagle_trace_analysis.checkpoint.export import export as export_checkpoint
 
     for reason in export_checkpoint(draft, out, target=target, force=force):
-        typer.echo(f"warning: {reason}", err=True)
-    typer.echo(f"Wrote {out}")
+        typer.echo(printable(f"warning: {reason}"), err=True)
+    typer.echo(printable(f"Wrote {out}"))

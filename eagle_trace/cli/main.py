@@ -18,10 +18,13 @@ from eagle_trace.cli.export import export
 from eagle_trace.cli.record import record
 from eagle_trace.cli.show import show
 from eagle_trace.errors import EagleTraceError
+from eagle_trace.printable import printable
 
 BUG = 3  # with its traceback; 1 would mean "diverged"
 INTERRUPTED = 130  # what shells report for a program ended by Ctrl-C; 1 would mean "diverged"
 TERMINATED = 143
+#: the last lines of a host that failed are quoted as lines
+LINES = "\n\t"
 
 
 class _Terminated(KeyboardInterrupt):
@@ -40,12 +43,12 @@ class _Commands(TyperGroup):
         try:
             return super().invoke(ctx)
         except EagleTraceError as error:
-            typer.echo(f"eagle-trace: {error}", err=True)
+            typer.echo(f"eagle-trace: {printable(error, keep=LINES)}", err=True)
             ctx.exit(error.exit_status)
         except Exception as error:
             if type(error).__module__.split(".")[0] in ("click", "typer"):
                 raise  # how the parser itself ends
-            traceback.print_exc()
+            typer.echo(printable(traceback.format_exc(), keep=LINES), err=True, nl=False)
             ctx.exit(BUG)
         except KeyboardInterrupt as error:
             terminated = isinstance(error, _Terminated)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 
+from eagle_trace.printable import printable
+
 
 class Progress:
     """Progress on stderr: one line that changes on a terminal, plain lines elsewhere."""
@@ -16,6 +18,7 @@ class Progress:
     def __call__(self, message: str) -> None:
         if self._quiet:
             return
+        message = printable(message)
         self._shown = True
         if self._terminal:
             sys.stderr.write(f"\r\x1b[2K{message}")

@@ -11,6 +11,7 @@ import typer
 
 from eagle_trace.cli.progress import Progress
 from eagle_trace.errors import UsageError
+from eagle_trace.printable import printable
 from eagle_trace.store import Place, as_place
 
 API_KEY, ADMIN_KEY = "EAGLE_TRACE_API_KEY", "EAGLE_TRACE_ADMIN_API_KEY"
@@ -165,9 +166,9 @@ def record(
 
     with Progress(quiet) as progress:
         path = find_recorder(name)(**common, progress=progress)
-    typer.echo(f"Wrote {path}")
+    typer.echo(printable(f"Wrote {path}"))
     _say_early(path)
-    typer.echo(_next_command(mode, path, replay, target))
+    typer.echo(printable(_next_command(mode, path, replay, target)))
 
 
 def _refuse(wrong: bool, sentence: str) -> None:
@@ -185,7 +186,7 @@ def _record_command(command: list[str], *, out: str, **options: Any) -> NoReturn
     if recorded.trace and not recorded.problem:
         _say_early(recorded.trace)
     if recorded.problem:
-        typer.echo(f"eagle-trace: {recorded.problem}", err=True)
+        typer.echo(printable(f"eagle-trace: {recorded.problem}"), err=True)
     elif recorded.trace:
         typer.echo(f"Next: eagle-trace show {recorded.trace}", err=True)
     raise typer.Exit(recorded.status)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import itertools
-import json
 import logging
 import secrets
 import threading
@@ -28,7 +27,7 @@ from eagle_trace.writer import prepare_output, remove_empty
 from eagle_trace_sglang.described import server_manifest
 from eagle_trace_sglang.orders import Order
 from eagle_trace_sglang.plugin import SESSION
-from eagle_trace_sglang.runs import Rank, Run, checked
+from eagle_trace_sglang.runs import Rank, Run
 from eagle_trace_sglang.session import Message, Session, packed
 
 #: how long after SGLang is ready its recorders may take to report; they do so before that, unless they never loaded
@@ -129,7 +128,7 @@ class Control:
         order = order if order.max_wait is not None else replace(order, max_wait=self._max_wait)
         manifest = server_manifest(order, facts[0])
         run = Run(next(self._numbers), order)
-        begin = checked(("begin", run.number, order, manifest), manifest.to_bytes)
+        begin = packed(("begin", run.number, order, manifest))
         with self._changed:
             self._refuse_second()
             if not all(rank.alive for rank in self._ranks):
@@ -209,7 +208,7 @@ class Control:
         if run is None or only not in (None, run.order.out):
             return None
         given = settings or {}
-        self._tell(checked(("finish", run.number, given, stopped), partial(json.dumps, given)))
+        self._tell(packed(("finish", run.number, given, stopped)))
         run.called_off = True
         if not self._wait(lambda: run.outcome is not None, seconds):
             self._give_up(run, RecordingError(f"{run.order.out} was not sealed within {seconds:g} s"))

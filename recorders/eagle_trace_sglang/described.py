@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from eagle_trace.checkpoints import checkpoint_facts, read_config
+from eagle_trace.checkpoints import checkpoint_facts, read_config, target_sample
 from eagle_trace.errors import CheckpointError, UsageError
 from eagle_trace.manifest import Manifest
 from eagle_trace_sglang.deployment import ONE_REPLICA
@@ -19,6 +19,7 @@ def server_manifest(order: Order, facts: dict[str, Any]) -> Manifest:
         raise UsageError(ONE_REPLICA)
     manifest = Manifest("serve", order.level, "sglang", packages=dict(facts["packages"]))
     manifest.target, manifest.draft = _checkpoint(facts["target"]), _checkpoint(facts["draft"])
+    manifest.target |= target_sample(Path(facts["target"]))
     manifest.dtype, manifest.device = facts["dtype"], facts["device"]
     manifest.draft |= {name: facts[name] for name in ("architecture", "dropped_keys")}
     manifest.created = datetime.now(UTC).isoformat(timespec="seconds")

@@ -242,7 +242,7 @@ class ServeRecorder:
         from sglang.srt.speculative import eagle_worker_v2
 
         def chosen(result: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
-            self._guarded(lambda recording: recording.chosen(result[3], int(args[0]), int(args[5])))
+            self._guarded(lambda recording: recording.chosen(result[0], result[3], int(args[0]), int(args[5])))
 
         hooks.wrap(eagle_worker_v2, "select_top_k_tokens", chosen)
 

@@ -130,7 +130,7 @@ class Recording:
         answer = list(request.output_ids_through_stop)
         reason = request.finished_reason.to_json()["type"] if request.finished_reason is not None else None
         return self._new_prompt(rid, request) | {
-            "token_ids": self._tracker.committed(rid, prompt),
+            "token_ids": self._tracker.committed(rid, prompt, answer),
             "text": _text(request.tokenizer, prompt, answer),
             "output_ids": answer,
             "cached_tokens": self._tracker.first_root(rid),
@@ -247,50 +247,47 @@ class Recording:
 
     # ---- the draft's choices ----------------------------------------------------------------------------------
 
-    def chosen(self, tree: Any, step: int, topk: int) -> None:
-        """Branches were chosen at `step`: `tree` is the tree info of SGLang's `select_top_k_tokens`."""
-        if topk == 1:
-            return
-        # the third part of the tree info numbers every candidate over all steps: undo that to get its parent
-        offset = topk * topk * (step - 1) + topk
-        self._tracker.select_branches(None if step == 0 else (to_array(tree[2]) - offset) // topk)
+    def chosen(self, drafted: Any, tree: Any, step: int, topk: int) -> None:
+        """`drafted` and its `tree` info are what SGLang's `select_top_k_tokens` chose at `step`."""
+        parents = None
+        if topk > 1 and step > 0:
+            # the third part of the tree info numbers every candidate over all steps: undo that to get its parent
+            parents = (to_array(tree[2]) - topk * topk * (step - 1) - topk) // topk
+        self._tracker.select_branches(parents, to_array(drafted).reshape(-1))
 
     def verified(self, result: Any, batch: Any) -> None:
         """A verify round is over: `result` of the worker's `verify`, whose input `batch.spec_info` still is."""
         if batch.forward_mode.is_idle() or not self.writer.accepting:
             return
-        if self.writer.manifest.tp_rank:
-            # rank 0 writes the round down; here it only has to be counted
-            for request in batch.reqs:
-                if request.rid in self._tracker:
-                    self._tracker.close_round(request.rid)
-            return
         verify = batch.spec_info
         count = int(verify.draft_token_num)
         tokens = to_array(verify.draft_token).reshape(-1, count)
-        best = to_array(result.logits_output.next_token_logits.argmax(dim=-1)).reshape(-1, count)
         predicted = to_array(result.next_token_ids).reshape(-1, count)
-        children = to_array(verify.retrieve_next_token).reshape(-1, count)
-        siblings = to_array(verify.retrieve_next_sibling).reshape(-1, count)
         accepted = to_array(result.accept_lens)
         lengths = to_array(batch.seq_lens)
+        rounds = {}
         for b, request in enumerate(batch.reqs):
-            if request.rid not in self._tracker:
-                continue
-            kept = predicted[b, : accepted[b]].tolist()
-            self.writer.put_record(
-                "rounds",
-                {
+            if request.rid in self._tracker:
+                root, kept = int(lengths[b]) - 1, predicted[b, : accepted[b]].tolist()
+                rounds[b] = {
                     "prompt_id": self._tracker.prompt_id(request.rid),
-                    "round": self._tracker.close_round(request.rid),
-                    "root": int(lengths[b]) - 1,
+                    "round": self._tracker.close_round(request.rid, root, [int(tokens[b, 0]), *kept]),
+                    "root": root,
+                    "accepted": kept[:-1],
+                    "bonus": kept[-1] if kept else -1,
+                }
+        # rank 0 writes the rounds down; the others only have to follow them
+        if rounds and not self.writer.manifest.tp_rank:
+            best = to_array(result.logits_output.next_token_logits.argmax(dim=-1)).reshape(-1, count)
+            children = to_array(verify.retrieve_next_token).reshape(-1, count)
+            siblings = to_array(verify.retrieve_next_sibling).reshape(-1, count)
+            for b, record in rounds.items():
+                tree = {
                     "proposed": tokens[b, 1:].tolist(),
                     "parents": tree_parents(children[b], siblings[b])[1:],
                     "target_argmax": best[b].tolist(),
-                    "accepted": kept[:-1],
-                    "bonus": kept[-1],
-                },
-            )
+                }
+                self.writer.put_record("rounds", record | tree)
 
     # ---- the end ----------------------------------------------------------------------------------------------
 
@@ -326,6 +323,7 @@ class Recording:
         aborted = sum(row["finish_reason"] == "abort" for row in prompts)
         if aborted:
             manifest.warnings.append(f"{aborted} of {len(prompts)} requests were aborted before their answer was done")
+        manifest.warnings += self._tracker.warnings
 
     def abort(self, error: BaseException) -> None:
         """Give the recording up; what is whole stays on disk, unsealed."""

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
-from eagle_trace.errors import UsageError
 from eagle_trace_sglang.orders import Order
-from eagle_trace_sglang.session import Message, Outbox, packed
+from eagle_trace_sglang.session import Outbox
 
 
 class Rank:
@@ -40,19 +38,3 @@ class Run:
     outcome: dict[str, Any] | None = None
     #: the recorders were told to end it
     called_off: bool = False
-
-
-def checked(message: Message, written: Callable[[], object]) -> bytes:
-    """A message as it is sent, once it is known that its manifest can be `written`.
-
-    Raises:
-        UsageError: it cannot, or it cannot be sent.
-    """
-    try:
-        written()
-    except (RecursionError, TypeError, ValueError) as error:
-        raise UsageError(
-            f"what was asked for cannot be written into a manifest ({type(error).__name__}): "
-            "are its settings nested too deeply?"
-        ) from error
-    return packed(message)

@@ -23,7 +23,7 @@ from speculators.models.utils import get_verifier_config, resolve_target_layer_i
 from speculators.utils.loading import load_model_layers
 from transformers.utils import logging as hf_logging
 
-from eagle_trace.checkpoints import checkpoint_facts, read_config
+from eagle_trace.checkpoints import checkpoint_facts, read_config, target_sample
 from eagle_trace.errors import CheckpointError, HostError, UsageError
 from eagle_trace_speculators.params import draft_tensors
 
@@ -203,7 +203,8 @@ def target_facts(target: Path) -> dict[str, Any]:
         "rms_norm_eps",
         "tie_word_embeddings",
     )
-    return checkpoint_facts(target, read_config(target)) | {name: getattr(config, name, None) for name in names}
+    facts = checkpoint_facts(target, read_config(target)) | {name: getattr(config, name, None) for name in names}
+    return facts | target_sample(target)
 
 
 @contextlib.contextmanager

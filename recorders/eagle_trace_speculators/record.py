@@ -180,6 +180,7 @@ def _tasks(asked: TrainOptions, draft: LoadedDraft, trace: Trace | None, manifes
         "steps": steps,
         "features": asked.features,
         "replay": str(asked.replay) if asked.replay else None,
+        "replayed": trace.manifest.recording if trace is not None else None,
         "prompts": str(asked.prompts) if asked.prompts else None,
         "seed": 0,
     }

@@ -66,21 +66,27 @@ def replay_tasks(trace: Trace, steps: int | None) -> tuple[list[Task], int]:
     """
     rows = trace.rows
     chains: dict[int, set[Chain]] = defaultdict(set)
-    fed: dict[int, dict[int, int]] = defaultdict(dict)
+    known: dict[int, dict[int, int]] = defaultdict(dict)
     wanted = rows.step < steps if steps is not None else np.ones(len(rows), dtype=np.bool_)
     for i in np.flatnonzero(wanted & rows.own_path):
         prompt, root, step = int(rows.prompt_id[i]), int(rows.root[i]), int(rows.step[i])
         if step:
             chains[prompt].add((root, tuple(rows.path[i, :step].tolist())))
         else:
-            fed[prompt][root] = int(rows.token_id[i])
+            known[prompt][root + 1] = int(rows.token_id[i])
+    # what the target committed counts, not what the draft was fed: that may be what is wrong
+    for row in trace.table("rounds").select(["prompt_id", "root", "accepted", "bonus"]).to_pylist():
+        kept = [*(row["accepted"] or []), row["bonus"]]
+        known[row["prompt_id"]] |= {
+            place: token for place, token in enumerate(kept, start=row["root"] + 2) if token is not None and token >= 0
+        }
     tasks = []
     for record in trace.table("prompts").to_pylist():
         prompt = int(record["prompt_id"])
         token_ids = list(record["token_ids"])
-        # a server that stops inside a round has drafted from tokens that it did not commit
-        while token_ids and len(token_ids) - 1 in fed[prompt]:
-            token_ids.append(fed[prompt][len(token_ids) - 1])
+        # a recording that was cut short knows the prompt alone, and its rows and rounds know more
+        while token_ids and len(token_ids) in known[prompt]:
+            token_ids.append(known[prompt][len(token_ids)])
         tasks.append(Task(record, tuple(token_ids), tuple(sorted(chains[prompt]))))
     if not tasks:
         raise UsageError(f"{trace.path} holds no prompt: there is nothing to replay")

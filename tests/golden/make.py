@@ -16,6 +16,7 @@ from typing import Any
 
 from eagle_trace.demo import models_dir
 from eagle_trace.demo.run import deploy
+from eagle_trace.manifest import sealed_json
 from eagle_trace.recorder import find_recorder
 
 HERE = Path(__file__).resolve().parent
@@ -50,7 +51,7 @@ def scrub(trace: Path, folder: Path) -> None:
     text = path.read_text(encoding="utf-8")
     for place, neutral in ((f"{folder}/", "demo/"), (f"{ROOT}/", "")):
         text = text.replace(place, neutral)
-    path.write_text(text, encoding="utf-8")
+    path.write_bytes(sealed_json(json.loads(text)))
 
 
 def main() -> None:

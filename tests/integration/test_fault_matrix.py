@@ -25,6 +25,7 @@ from eagle_trace_analysis.diagnose import diagnosed
 from tests.support import engine_faults, faults
 from tests.support.pairs import DRAFT, TARGET
 from tests.support.relevel import expect_the_same_at_sketch
+from tests.support.tables import edit_manifest
 from tests.support.verdicts import expect
 from tests.support.warm.start import Warm
 
@@ -33,6 +34,8 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 Make = Callable[..., Trace]
 Edit = Callable[[Any], object]
 ROOT = Path(__file__).parents[2]
+#: tokens of a chunk of a prefill, fewer than a prompt has
+CHUNK = 32
 
 
 def looked_at(train: Trace, serve: Trace) -> Diff:
@@ -46,8 +49,13 @@ def looked_at(train: Trace, serve: Trace) -> Diff:
 
 
 @pytest.fixture(scope="module")
-def engine(folder: Path, deployed: Path, four_prompts: Path, warm: Warm) -> Iterator[Callable[[str], Trace]]:
-    """Records the one server, with a fault committed inside it; the same fault gives the same trace again."""
+def engine(
+    request: pytest.FixtureRequest, folder: Path, deployed: Path, four_prompts: Path, warm: Warm
+) -> Iterator[Callable[[str], Trace]]:
+    """Records the one server, with a fault committed inside it; the same fault gives the same trace again.
+
+    Its parameter, if there is one, are options of the server. Prompts come in chunks.
+    """
     from eagle_trace_sglang.requests import Request
     from eagle_trace_sglang.server import Server, ServerOptions
 
@@ -55,19 +63,22 @@ def engine(folder: Path, deployed: Path, four_prompts: Path, warm: Warm) -> Iter
     file.write_text("")
     paths = [str(ROOT / "tests/support/engine_site"), str(ROOT), os.environ.get("PYTHONPATH", "")]
     made: dict[str, Trace] = {}
-    request = Request(read_prompts(four_prompts), 24, 4)
+    asked = Request(read_prompts(four_prompts), 24, 4)
+    options: dict[str, Any] = getattr(request, "param", {})
+    chunks = ("--chunked-prefill-size", str(CHUNK))
+    server_options = ServerOptions(TARGET, deployed, dtype="float32", device="cpu", sglang_args=chunks, **options)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(engine_faults.FILE, str(file))
         patch.setenv("PYTHONPATH", os.pathsep.join(path for path in paths if path))
-        with warm(), Server(ServerOptions(TARGET, deployed, dtype="float32", device="cpu")) as server:
+        with warm(), Server(server_options) as server:
 
             def record(fault: str) -> Trace:
                 if fault not in made:
-                    out = folder / f"engine-{fault or 'healthy'}.trace"
+                    out = folder / f"engine{options.get('topk', '')}-{fault or 'healthy'}.trace"
                     out.mkdir()
                     file.write_text(fault)
                     try:
-                        server.record(request, out)
+                        server.record(asked, out)
                     finally:
                         file.write_text("")
                     made[fault] = open_trace(out)
@@ -82,6 +93,7 @@ IN_THE_ENGINE = {
     "theta": ("rope-theta", "layer.0.attn.q_rope"),
     "interleaved": ("rope-layout", "layer.0.attn.q_rope"),
     "qkv-heads": ("qkv-order", "layer.0.attn.q"),
+    "two-heads": ("qkv-order", "layer.0.attn.q"),
     "attention-not-reduced": ("tp-shard", "layer.0.attn.out"),
     "mlp-not-reduced": ("tp-shard", "layer.0.mlp.out"),
     "carry": ("carry-norm", "carry"),
@@ -91,7 +103,24 @@ IN_THE_ENGINE = {
     "zeros": ("features-degenerate", "target.hidden.1"),
     "twice": ("features-degenerate", "target.hidden.1"),
     "nan": ("nonfinite", "layer.0.mlp.out"),
+    "positions-prefill": ("positions-wrong", "position"),
+    "positions-extend": ("positions-wrong", "position"),
+    "positions-extends": ("positions-wrong", "position"),
+    "positions-steps": ("positions-wrong", "position"),
+    "positions-growing": ("positions-wrong", "position"),
+    "chunk-end": ("tokens-fed-wrongly", "token"),
+    "bonus-of-another": ("tokens-fed-wrongly", "token"),
+    "bonus-before": ("tokens-fed-wrongly", "token"),
+    "draft-before": ("tokens-fed-wrongly", "token"),
+    "draft-unmapped": ("tokens-fed-wrongly", "token"),
+    "features-late": ("input-shift", "target.hidden.0"),
+    "features-of-another": ("features-degenerate", "target.hidden.0"),
+    "carry-of-another": ("carry-of-another-row", "hidden"),
+    "carry-stale": ("carry-of-another-row", "hidden"),
+    "slot-shared": ("kv-slot-of-another-step", "layer.0.attn.context"),
 }
+#: of these the draft's rows that a tree has too
+IN_A_TREE = ("positions-extend", "positions-growing", "bonus-of-another", "features-of-another", "carry-of-another")
 
 
 def test_the_patched_engine_without_a_fault_is_healthy(engine: Callable[[str], Trace], train: Make) -> None:
@@ -103,6 +132,33 @@ def test_the_patched_engine_without_a_fault_is_healthy(engine: Callable[[str], T
 def test_a_fault_inside_the_engine(fault: str, engine: Callable[[str], Trace], train: Make) -> None:
     served = engine(fault)
     expect(looked_at(train(replay=served.path), served), *IN_THE_ENGINE[fault])
+
+
+def test_a_constant_shift_of_all_positions_is_benign(engine: Callable[[str], Trace], train: Make) -> None:
+    served = engine("positions-everywhere")
+    result = looked_at(train(replay=served.path), served)
+    expect(result, None, None)
+    assert [note.name for note in result.benign if note.name == "position-offset"]
+
+
+def test_a_key_that_is_nowhere_in_the_trace_is_named_by_its_site(engine: Callable[[str], Trace], train: Make) -> None:
+    """The slot of a draft step still holds what was there before, which no trace says: no cause can be proved."""
+    served = engine("slot-of-first")
+    result = looked_at(train(replay=served.path), served)
+    assert result.diagnosis is not None
+    first = result.first_divergence
+    assert (first.site, first.step) == ("layer.0.attn.context", 2)
+    assert not result.diagnosis.confirmed
+    assert result.diagnosis.unexplained
+
+
+@pytest.mark.parametrize("engine", [{"topk": 4, "draft_tokens": 8}], indirect=True, ids=["tree"])
+@pytest.mark.parametrize("fault", ["", *IN_A_TREE])
+def test_a_fault_inside_an_engine_that_drafts_trees(fault: str, engine: Callable[[str], Trace], train: Make) -> None:
+    served = engine(fault)
+    result = looked_at(train(replay=served.path), served)
+    expect(result, *IN_THE_ENGINE.get(fault, (None, None)))
+    assert not result.accept_length.comparable
 
 
 # ---- what is deployed ----------------------------------------------------------------------------------------------
@@ -178,6 +234,19 @@ AS_DEPLOYED = {
     "d2t-other": Deployed("d2t-stale", "topk.target_id", tensors=_offsets(lambda d, _: d + 1)),
     "eps-in-config": Deployed("norm-eps", "layer.0.embed_norm", config=faults.norm_eps),
     "theta-in-config": Deployed("rope-theta", "layer.0.attn.q_rope", config=faults.rope_theta),
+    "partial-rotary": Deployed("rope-layout", "layer.0.attn.q_rope", config=faults.partial_rotary),
+    "another-epoch": Deployed("weights-differ", "fc.out", tensors=faults.another_epoch),
+    "int8-draft": Deployed("weights-differ", "layer.0.attn.q", tensors=faults.int8),
+    "gate-and-up": Deployed("weights-differ", "layer.0.mlp.gate", tensors=faults.gate_and_up_exchanged),
+    "fc-blocks": Deployed("weights-differ", "fc.out", tensors=faults.fc_blocks_moved),
+    # within tolerance end to end: what is proved of the step alone
+    "down-scaled-bf16": Deployed(
+        "weights-differ", "layer.0.mlp.out", tensors=faults.down_scaled, options={"dtype": "bfloat16"}
+    ),
+    "one-output-scaled-bf16": Deployed(
+        "weights-differ", "layer.0.attn.out", tensors=faults.one_output_scaled, options={"dtype": "bfloat16"}
+    ),
+    "int8-draft-bf16": Deployed("weights-differ", "layer.0.attn.q", tensors=faults.int8, options={"dtype": "bfloat16"}),
     "window-flag": Deployed(
         "sliding-window",
         "layer.0.attn.context",
@@ -198,6 +267,18 @@ def test_a_fault_of_what_is_deployed(
     expect(looked_at(train(replay=served.path, draft=trained), served), case.cause, case.site)
 
 
+def test_two_faults_that_meet_in_one_norm_are_both_said(serve: Make, train: Make, deployed: Path, folder: Path) -> None:
+    out = folder / "matrix-eps-and-norm"
+    broken = faults.edit(deployed, out, config=faults.norm_eps, tensors=faults.hidden_norm_scaled)
+    served = serve(draft=broken)
+    result = looked_at(train(replay=served.path), served)
+    assert result.first_divergence is not None
+    assert result.first_divergence.site == "layer.0.embed_norm"
+    assert result.diagnosis is not None
+    assert sorted(one.cause for one in result.diagnosis.confirmed) == ["norm-eps", "weights-differ"]
+    assert not result.diagnosis.unexplained
+
+
 def test_another_target(serve: Make, train: Make, folder: Path) -> None:
     def stir(held: dict[str, torch.Tensor]) -> None:
         draw = torch.Generator().manual_seed(1)
@@ -213,10 +294,11 @@ def test_another_target(serve: Make, train: Make, folder: Path) -> None:
 def test_positions_past_the_deployed_limit(engine: Callable[[str], Trace], train: Make, folder: Path) -> None:
     """The engine fault clamps positions; the manifest is made to say the limit that goes with it."""
     served = engine("reach")
-    path = served.path / "manifest.json"
-    manifest = json.loads(path.read_text())
-    manifest["draft"]["config"]["max_position_embeddings"] = engine_faults.LIMIT
-    path.write_text(json.dumps(manifest))
+
+    def limit(manifest: dict[str, Any]) -> None:
+        manifest["draft"]["config"]["max_position_embeddings"] = engine_faults.LIMIT
+
+    edit_manifest(served.path, limit)
     served = open_trace(served.path)
     expect(looked_at(train(replay=served.path), served), "max-position", "layer.0.attn.q_rope")
 

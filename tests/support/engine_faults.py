@@ -10,16 +10,14 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-FILE = "EAGLE_TRACE_TEST_FAULT"
+from tests.support import engine_inputs
+from tests.support.engine_inputs import FILE, current
+
+__all__ = ["FILE", "LIMIT", "current", "hook_plugin"]
+
 EPS, THETA, WINDOW, LIMIT = 1e-2, 500.0, 24, 32
-
-
-def current() -> str:
-    """Name of the fault to commit now, empty for none."""
-    return Path(os.environ[FILE]).read_text().strip()
 
 
 def hook_plugin() -> None:
@@ -53,10 +51,12 @@ def install(_result: Any, worker: Any, *_args: Any, **_kwargs: Any) -> None:
         _patch_norm(norm)
     _patch_rope(layer.self_attn.rotary_emb)
     _patch_output(layer.self_attn.qkv_proj, "qkv-heads", lambda *given: _swap_heads(layer.self_attn, given[-1]))
+    _patch_output(layer.self_attn.qkv_proj, "two-heads", lambda *given: _swap_two(layer.self_attn, given[-1]))
     _patch_output(layer.self_attn.o_proj, "attention-not-reduced", _half_product)
     _patch_output(layer.mlp.down_proj, "mlp-not-reduced", _half_product)
     _patch_output(layer.mlp.down_proj, "nan", _one_nan)
     _patch_cache(worker.draft_runner.token_to_kv_pool, state)
+    engine_inputs.install(worker)
 
 
 def _patch_output(module: Any, name: str, change: Callable[[Any, Any, Any], Any]) -> None:
@@ -89,6 +89,14 @@ def _swap_heads(attention: Any, output: Any) -> Any:
     import torch
 
     return torch.cat([queries.flip(-2).reshape(*output.shape[:-1], size), output[..., size:]], dim=-1)
+
+
+def _swap_two(attention: Any, output: Any) -> Any:
+    """Query heads 0 and 2 exchanged."""
+    head = attention.head_dim
+    changed = output.clone()
+    changed[..., :head], changed[..., 2 * head : 3 * head] = output[..., 2 * head : 3 * head], output[..., :head]
+    return changed
 
 
 def _patch_norm(norm: Any) -> None:

@@ -71,6 +71,57 @@ def d2t_minus_arange(tensors: Tensors) -> None:
     tensors["d2t"] -= torch.arange(len(tensors["d2t"]))
 
 
+DOWN, O_PROJ = "layers.0.mlp.down_proj.weight", "layers.0.self_attn.o_proj.weight"
+GATE, UP, HIDDEN_NORM = "layers.0.mlp.gate_proj.weight", "layers.0.mlp.up_proj.weight", "layers.0.hidden_norm.weight"
+
+
+def partial_rotary(config: Config) -> None:
+    config["rope_parameters"]["partial_rotary_factor"] = 0.5
+    config["partial_rotary_factor"] = 0.5
+
+
+def another_epoch(tensors: Tensors) -> None:
+    """Every weight a little further, as more training leaves them."""
+    draw = torch.Generator().manual_seed(5)
+    for name, one in tensors.items():
+        if one.is_floating_point() and name != "embed_tokens.weight":
+            size = one.float().square().mean().sqrt()
+            tensors[name] = (one.float() + 0.03 * size * torch.randn(one.shape, generator=draw)).to(one.dtype)
+
+
+def int8(tensors: Tensors) -> None:
+    """Every projection rounded to 127 steps of the largest element of each row."""
+    for name, one in tensors.items():
+        if name.endswith("_proj.weight"):
+            step = one.float().abs().amax(dim=1, keepdim=True) / 127
+            tensors[name] = ((one.float() / step).round() * step).to(one.dtype)
+
+
+def down_scaled(tensors: Tensors) -> None:
+    """Less than one rounding of bfloat16 for most elements."""
+    tensors[DOWN] = (1.005 * tensors[DOWN].float()).to(tensors[DOWN].dtype)
+
+
+def one_output_scaled(tensors: Tensors) -> None:
+    """One channel of the attention's output, of 128."""
+    scaled = tensors[O_PROJ].float()
+    scaled[7] *= 1.02
+    tensors[O_PROJ] = scaled.to(tensors[O_PROJ].dtype)
+
+
+def gate_and_up_exchanged(tensors: Tensors) -> None:
+    tensors[GATE], tensors[UP] = tensors[UP], tensors[GATE]
+
+
+def fc_blocks_moved(tensors: Tensors) -> None:
+    a, b, c = tensors["fc.weight"].chunk(3, dim=1)
+    tensors["fc.weight"] = torch.cat([b, a, c], dim=1)
+
+
+def hidden_norm_scaled(tensors: Tensors) -> None:
+    tensors[HIDDEN_NORM] = (1.2 * tensors[HIDDEN_NORM].float()).to(tensors[HIDDEN_NORM].dtype)
+
+
 # ---- what the training side did that the server does not ----------------------------------------------------------
 
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from eagle_trace.schema import TABLES
 from tests.support.synthetic import Side, make_prompts, only, write_trace
-from tests.support.tables import replace_table
+from tests.support.tables import edit_manifest, replace_table
 
 SCRIPT = "</script><script>window.hacked=1</script>"
 TEXT = f"{SCRIPT}<img src=x onerror='window.hacked=1'><b>bold</b> \"quoted\" &amp; \u202egnp \x1b[31mred"
@@ -40,11 +40,13 @@ def _poison(trace: Path) -> None:
     for row in rows:
         row["text"] = TEXT
     replace_table(trace, "prompts", pa.Table.from_pylist(rows, schema=TABLES["prompts"]))
-    manifest = json.loads((trace / "manifest.json").read_text(encoding="utf-8"))
+    edit_manifest(trace, _poisoned)
+
+
+def _poisoned(manifest: dict[str, Any]) -> None:
     manifest["host"] = f"host{SCRIPT}"
     manifest["changes"] = [TEXT]
     manifest["packages"] = {SCRIPT: SCRIPT}
     manifest["settings"]["seed"] = TEXT
     manifest["draft"] = {"path": TEXT}
     manifest["argv"] = [TEXT]
-    (trace / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")

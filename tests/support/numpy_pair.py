@@ -8,7 +8,6 @@ a position, so that a fault of the cache can be planted where it would be.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,10 +16,11 @@ from typing import Any
 import numpy as np
 
 from eagle_trace.capture import DTYPES, Rows, sample_channels
+from eagle_trace.checkpoints import target_sample
 from eagle_trace.manifest import Manifest
 from eagle_trace.prompts import prompts_digest
 from eagle_trace.reader import Trace, open_trace
-from eagle_trace.recorder import best_ids
+from eagle_trace.recorder import best_ids, parameter_row
 from eagle_trace.writer import TraceWriter, prepare_output
 from tests.support.numpy_target import (
     F64,
@@ -41,6 +41,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 UNIT = {"float32": 2.0**-24, "bfloat16": 2.0**-8}
 STEPS, TOPK = 3, 10
+Path_ = tuple[int, ...]
+Key = tuple[int, Path_]
 
 
 @dataclass
@@ -59,7 +61,13 @@ class Doing:
         stale: extends leave the slots of accepted tokens as the draft steps left them.
         prefix: (roots not computed, factor on their cached keys).
         limit: positions from here on are not rotated.
-        shift: position added; fed: place of the token fed beside feature i, i + `fed`.
+        shift: position added to the row (root, path) of a round, or the same of all; fed: place of the token fed
+            beside feature i, i + `fed`.
+        feeds: (tokens, root, path, round) -> token fed, in place of `fed` and of the path's last.
+        feature: (root, round) -> the root whose feature the row is given.
+        unmapped: behind the first one, draft steps go on from draft ids.
+        carry: (root, path) -> the row whose carry a draft step starts from.
+        slot: (root, path) -> places that the row's key is written to besides its own.
         d2t: offsets used.
         damage: (site, values) -> values, a fault of one site alone.
     """
@@ -79,8 +87,13 @@ class Doing:
     stale: bool = False
     prefix: tuple[int, float] | None = None
     limit: int | None = None
-    shift: int = 0
+    shift: int | Callable[[int, Path_, int], int] = 0
     fed: int = 1
+    feeds: Callable[[Sequence[int], int, Path_, int], int] | None = None
+    unmapped: bool = False
+    feature: Callable[[int, int], int] = lambda root, _round: root
+    carry: Callable[[int, Path_], Key] = lambda root, path: (root, path[:-1])
+    slot: Callable[[int, Path_], Sequence[int]] = lambda _root, _path: ()
     d2t: Any = None
     damage: Callable[[str, F64], F64] | None = None
     target: Target = field(default_factory=lambda: demo_target())
@@ -88,9 +101,12 @@ class Doing:
 
 @dataclass
 class Batch:
-    """Rows of one forward: (root, path) of each and the values of every site."""
+    """Rows of one forward: (root, path) of each, the token fed and the position, and the values of every site."""
 
-    keys: list[tuple[int, tuple[int, ...]]]
+    keys: list[Key]
+    fed: list[int]
+    positions: list[int]
+    round: int
     values: dict[str, Any]
 
 
@@ -107,10 +123,11 @@ class Runner:
         )
         self.features = do.pick(states)
         self.slots: dict[int, tuple[F64, F64]] = {}
-        self.done: dict[tuple[int, tuple[int, ...]], dict[str, F64]] = {}
+        self.done: dict[Key, dict[str, F64]] = {}
         self.batches: list[Batch] = []
+        self.round = 0
 
-    def run(self, keys: list[tuple[int, tuple[int, ...]]], *, server: bool, kept: frozenset[int] = frozenset()) -> None:
+    def run(self, keys: list[Key], *, server: bool, kept: frozenset[int] = frozenset()) -> None:
         """One forward over rows of one step; slots of `kept` positions are not overwritten."""
         do, out = self.do, {}
         step = len(keys[0][1])
@@ -129,7 +146,7 @@ class Runner:
 
         roots = [root for root, _ in keys]
         if step == 0:
-            fused = keep("fused", self.features[roots])
+            fused = keep("fused", self.features[[do.feature(root, self.round) for root in roots]])
             width = do.tensors["norm.weight"].shape[0]
             if fused.shape[1] != width:
                 for n in range(fused.shape[1] // width):
@@ -138,15 +155,15 @@ class Runner:
                 fused = keep("fc.out", entering @ do.tensors["fc.weight"].T)
             hidden = keep("hidden", fused)
         else:
-            hidden = keep("hidden", np.stack([self.done[root, path[:-1]]["carry"] for root, path in keys]))
-        fed = [path[-1] if path else self.tokens[root + do.fed] for root, path in keys]
+            hidden = keep("hidden", np.stack([self.done[do.carry(*key)]["carry"] for key in keys]))
+        fed = [self._fed(root, path) for root, path in keys]
         embed = keep("embed", do.tensors["embed_tokens.weight"][fed])
         at, w = "layer.0", {k[9:]: t for k, t in do.tensors.items() if k.startswith("layers.0.")}
         one = keep(f"{at}.embed_norm", norm(embed, "layers.0.input_layernorm.weight"))
         two = keep(f"{at}.hidden_norm", norm(hidden, "layers.0.hidden_norm.weight"))
         both = np.concatenate([one, two], axis=1)
         q, k, v = (keep(f"{at}.attn.{n}", both @ w[f"self_attn.{n}_proj.weight"].T) for n in "qkv")
-        places = [root + len(path) for root, path in keys]
+        places = [self._place(root, path) for root, path in keys]
         q, k = (keep(f"{at}.attn.{n}_rope", self._rotate(x, places)) for n, x in (("q", q), ("k", k)))
         context = keep(f"{at}.attn.context", self._context(keys, q, k, v, server=server, kept=kept))
         attention = keep(f"{at}.attn.out", context @ w["self_attn.o_proj.weight"].T)
@@ -161,10 +178,19 @@ class Runner:
         keep("logits", final @ do.tensors["lm_head.weight"].T)
         for row, key in enumerate(keys):
             self.done[key] = {site: values[row].astype(np.float64) for site, values in out.items()}
-        self.batches.append(Batch(keys, out))
+        self.batches.append(Batch(keys, fed, places, self.round, out))
+
+    def _fed(self, root: int, path: Path_) -> int:
+        if self.do.feeds is not None:
+            return self.do.feeds(self.tokens, root, path, self.round)
+        return path[-1] if path else self.tokens[root + self.do.fed]
+
+    def _place(self, root: int, path: Path_) -> int:
+        shift = self.do.shift
+        return root + len(path) + (shift if isinstance(shift, int) else shift(root, path, self.round))
 
     def _rotate(self, x: F64, places: list[int]) -> F64:
-        turned = turn(x, [p + self.do.shift for p in places], self.size, self.do.theta, self.do.layout, self.do.share)
+        turned = turn(x, places, self.size, self.do.theta, self.do.layout, self.do.share)
         if self.do.limit is not None:
             past = np.array(places) >= self.do.limit
             turned[past] = x[past]
@@ -174,7 +200,8 @@ class Runner:
         own = {root: (k[row], v[row]) for row, (root, path) in enumerate(keys) if not path}
         for row, (root, path) in enumerate(keys):
             if root + len(path) not in kept:
-                self.slots[root + len(path)] = k[row], v[row]
+                for place in (root + len(path), *self.do.slot(root, path)):
+                    self.slots[place] = k[row], v[row]
         out = []
         for row, (root, path) in enumerate(keys):
             place = root + len(path)
@@ -197,7 +224,7 @@ class Runner:
         """Target id of the best draft id of a row."""
         draft = int(self.done[root, path]["logits"].argmax())
         offsets = self.do.tensors["d2t"] if self.do.d2t is None else self.do.d2t
-        return draft + int(offsets[draft])
+        return draft if path and self.do.unmapped else draft + int(offsets[draft])
 
 
 def serve_prompt(runner: Runner, prompt_tokens: int) -> list[dict[str, Any]]:
@@ -216,7 +243,8 @@ def serve_prompt(runner: Runner, prompt_tokens: int) -> list[dict[str, Any]]:
     runner.run([(root, ()) for root in range(first, prompt_tokens)], server=True)
     root = prompt_tokens - 1
     while root + 2 + STEPS < len(tokens):
-        path: tuple[int, ...] = ()
+        path: Path_ = ()
+        runner.round = len(rounds) + 1
         for _ in range(1, STEPS):
             path = (*path, runner.best(root, path))
             runner.run([(root, path)], server=True)
@@ -237,7 +265,7 @@ def serve_prompt(runner: Runner, prompt_tokens: int) -> list[dict[str, Any]]:
     return rounds
 
 
-def train_prompt(runner: Runner, wanted: Sequence[tuple[int, tuple[int, ...]]], prompt_tokens: int) -> None:
+def train_prompt(runner: Runner, wanted: Sequence[Key], prompt_tokens: int) -> None:
     """Every root, and the wanted chains below some; and the true tokens' rows, of which the best ids alone count."""
     count = len(runner.tokens) - 1
     runner.run([(root, ()) for root in range(count)], server=False)
@@ -277,7 +305,8 @@ def write_side(
     target = do.target
     manifest = Manifest(
         side, "values", {"train": "speculators", "serve": "sglang"}[side], dtype=dtype, device="cpu",  # type: ignore[arg-type]
-        target={"path": str(target.folder), "config": target.config, "num_hidden_layers": target.layers},
+        target={"path": str(target.folder), "config": target.config, "num_hidden_layers": target.layers}
+        | target_sample(target.folder),
         draft={"path": str(draft), "config": do.config, "dropped_keys": list(dropped)},
         settings=SETTINGS[side] | (settings or {}),
         prompts_digest=prompts_digest(keys),
@@ -295,7 +324,7 @@ def write_side(
         # another prompt may be shorter: its last rows stand for those it lacks
         states = states[:, np.minimum(np.arange(len(tokens)), states.shape[1] - 1)]
         runner = Runner(do, tokens, states, dtype, rng)
-        wanted: set[tuple[int, tuple[int, ...]]] = set()
+        wanted: set[Key] = set()
         if side == "serve":
             for record in serve_prompt(runner, prompt_tokens):
                 writer.put_record("rounds", record | {"prompt_id": number})
@@ -322,13 +351,7 @@ def write_side(
 
 def _param(name: str, tensor: Any, dtype: str, *, found: bool) -> dict[str, Any]:
     held = tensor if tensor.dtype.kind in "iub" else tensor.astype(DTYPES[dtype])
-    values = tensor.astype(np.float64)
-    return {
-        "name": name, "canonical_name": name, "shape": list(held.shape), "dtype": str(held.dtype),
-        "digest": hashlib.sha256(np.ascontiguousarray(held).tobytes()).hexdigest()[:16],
-        "norm": float(np.linalg.norm(np.nan_to_num(values))), "nonfinite": int((~np.isfinite(values)).sum()),
-        "in_checkpoint": found,
-    }  # fmt: skip
+    return parameter_row(name, name, np.ascontiguousarray(held), in_checkpoint=found)
 
 
 def _put_layers(writer: TraceWriter, number: int, states: F64, count: int) -> None:
@@ -343,8 +366,7 @@ def _put_batch(writer: TraceWriter, runner: Runner, batch: Batch, number: int, c
     keys = batch.keys
     rows = Rows.build(
         prompt_id=[number] * len(keys), root=[root for root, _ in keys], step=[len(path) for _, path in keys],
-        token_id=[path[-1] if path else runner.tokens[root + runner.do.fed] for root, path in keys],
-        position=[root + len(path) + runner.do.shift for root, path in keys], call_id=call,
+        token_id=batch.fed, position=batch.positions, call_id=call, round=batch.round,
         path=[path for _, path in keys],
     )  # fmt: skip
     kept = np.array([not wanted or not path or (root, path) in wanted for root, path in keys])

@@ -127,10 +127,56 @@ def faults() -> list[Planted]:
         Planted("tokens-differ", "tokens-differ", "token", serve_write={"prompts": with_bos()}),
         Planted("input-shift", "input-shift", "token", serve={"fed": 0}),
         Planted(
+            "bonus-token-before",
+            "tokens-fed-wrongly",
+            "token",
+            serve={"feeds": lambda x, root, path, n: path[-1] if path else x[root + (0 if n else 1)]},
+        ),
+        Planted(
+            "draft-token-before",
+            "tokens-fed-wrongly",
+            "token",
+            serve={"feeds": lambda x, root, path, _: path[0] if path else x[root + 1]},
+        ),
+        Planted("draft-ids-unmapped", "tokens-fed-wrongly", "token", serve={"unmapped": True}),
+        Planted("positions-of-the-prefill", "positions-wrong", "position", serve={"shift": lambda _r, _p, n: not n}),
+        Planted(
+            "positions-of-extends",
+            "positions-wrong",
+            "position",
+            serve={"shift": lambda _, path, n: int(n > 0 and not path)},
+        ),
+        Planted(
+            "positions-of-all-extends", "positions-wrong", "position", serve={"shift": lambda _r, p, _n: 3 * (not p)}
+        ),
+        Planted(
+            "positions-of-steps", "positions-wrong", "position", serve={"shift": lambda _r, p, _n: int(len(p) > 0)}
+        ),
+        Planted("positions-that-grow", "positions-wrong", "position", serve={"shift": lambda _r, p, _n: len(p)}),
+        Planted("carry-of-the-first-step", "carry-of-another-row", "hidden", serve={"carry": lambda r, _: (r, ())}),
+        Planted(
+            "carry-of-the-root-before",
+            "carry-of-another-row",
+            "hidden",
+            serve={"carry": lambda r, path: (r - (len(path) == 1), path[:-1])},
+        ),
+        Planted(
+            "slot-of-the-first-step",
+            "kv-slot-of-another-step",
+            "layer.0.attn.context",
+            serve={"slot": lambda r, path: (r + 1,) if len(path) == 2 else ()},
+        ),
+        Planted(
             "features-one-row-late",
             "input-shift",
             "target.hidden.0",
             train={"pick": lambda s: np.roll(layers(2, 4, 5)(s), 1, axis=0)},
+        ),
+        Planted(
+            "features-late-behind-verify-rounds",
+            "input-shift",
+            "target.hidden.0",
+            serve={"feature": lambda root, n: root - (n > 0)},
         ),
         Planted(
             "weights-dropped",
@@ -304,17 +350,22 @@ def _params_without_head() -> Any:
     return held
 
 
-def target_with_noise(folder: Path) -> Planted:
-    """The server's target is another one: every matrix a little off."""
+def target_with_noise(folder: Path, first_layer: int = 0, names: tuple[str, ...] = ("",)) -> Planted:
+    """The server's target is another one: matrices of some layers (those whose names hold one of `names`) a little off.
+
+    The features are those of layers 2, 4 and 5, by their inputs.
+    """
 
     def stir(held: dict[str, Any]) -> None:
         draw = np.random.default_rng(9)
         for name, one in held.items():
-            if one.ndim == 2 and "embed" not in name:
+            layer = int(name.split(".")[2]) if ".layers." in name else -1
+            if one.ndim == 2 and "embed" not in name and layer >= first_layer and any(part in name for part in names):
                 held[name] = (one.astype(np.float64) * (1 + 0.05 * draw.standard_normal(one.shape))).astype(one.dtype)
 
     path, _ = copy_checkpoint(TARGET, folder / "other-target", None, stir)
-    return Planted("target-differs", "target-differs", "target.hidden.0", serve={"target": Target(path)})
+    first = next(k for k, layer in enumerate((2, 4, 5)) if layer > first_layer)
+    return Planted("target-differs", "target-differs", f"target.hidden.{first}", serve={"target": Target(path)})
 
 
 def two_faults() -> Planted:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -15,7 +17,7 @@ from eagle_trace.capture import Rows
 from eagle_trace_analysis import align, diff
 from eagle_trace_analysis.align import lookup, match
 from eagle_trace_analysis.pairs import Coverage
-from tests.support.synthetic import Side, make_prompts, write_trace
+from tests.support.synthetic import Prompt, Side, _prompt_record, make_prompts, write_trace
 
 
 def rows(keys: list[tuple[int, int, tuple[int, ...]]], own: list[bool] | None = None) -> Rows:
@@ -188,6 +190,44 @@ def test_rows_beyond_the_tokens_that_training_was_given_are_skipped(tmp_path: Pa
     assert found.unmatched_serve == 0
     assert found.share == 1.0
     assert found.skipped_serve["not-given"] == found.serve_rows - found.matched
+
+
+def test_a_row_of_a_token_that_its_own_side_was_not_given_either_is_not_excused(tmp_path: Path) -> None:
+    prompts = make_prompts()
+    short = [replace(prompt, tokens=prompt.tokens[: prompt.length], chains=()) for prompt in prompts]
+    train = write_trace(tmp_path / "t", Side("train"), short)
+    with mock.patch("tests.support.synthetic._prompt_record", lambda number, one: _told(number, one, one.length)):
+        serve = write_trace(tmp_path / "s", Side("serve"), prompts)
+    found = align(train, serve).coverage
+    assert "not-given" not in found.skipped_serve
+    assert found.unmatched_serve == found.serve_rows - found.matched > 0
+
+
+def _told(number: int, prompt: Prompt, tokens: int) -> dict[str, Any]:
+    """The prompt's record with its first tokens alone."""
+    return _prompt_record(number, replace(prompt, tokens=prompt.tokens[:tokens]))
+
+
+@pytest.mark.parametrize("replayed", [True, False])
+def test_what_a_replay_of_the_very_trace_lacks_is_counted_and_said(tmp_path: Path, replayed: bool) -> None:
+    prompts = make_prompts()
+    # training knows fewer tokens, and other chains below the same roots
+    short = [
+        replace(
+            one,
+            tokens=one.tokens[:-1],
+            chains=tuple((root, ((path[0] + 1) % 80, *path[1:]), own) for root, path, own in one.chains[:2]),
+        )
+        for one in prompts
+    ]
+    serve = write_trace(tmp_path / "s", Side("serve"), prompts)
+    settings = {"replayed": serve.manifest.recording if replayed else "2026-01-01T00:00:00+00:00 of others"}
+    train = write_trace(tmp_path / "t", Side("train", settings=settings), short)
+    result = diff(train, serve)
+    found = result.coverage
+    assert bool(found.skipped_serve) is not replayed
+    assert (found.unmatched_serve == found.serve_rows - found.matched) is replayed
+    assert ("replay-lacks" in [note.name for note in result.notes]) is replayed
 
 
 def test_rows_behind_the_point_where_two_answers_part_are_skipped_and_no_divergence(tmp_path: Path) -> None:

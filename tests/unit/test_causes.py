@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from eagle_trace_analysis.causes import REGISTRY
+from eagle_trace_analysis.diagnose import diagnose
 from tests.support import planted_faults as plant
 from tests.support.planted import Planted, run
 from tests.support.relevel import expect_the_same_at_sketch
@@ -26,8 +27,13 @@ IDS = {
     "target-differs",
     "tokens-differ",
     "input-shift",
+    "tokens-fed-wrongly",
+    "positions-wrong",
+    "carry-of-another-row",
+    "kv-slot-of-another-step",
     "weights-dropped",
     "weights-missing",
+    "weights-differ",
     "lm-head-tied",
     "lm-head-from-target",
     "embedding-replaced",
@@ -59,7 +65,12 @@ def test_every_cause_is_registered() -> None:
 
 
 def test_every_cause_that_can_be_confirmed_has_a_fault_here() -> None:
-    assert {case.cause for case in CASES} | {"target-differs", "batch-variance", "position-offset"} == IDS
+    assert {case.cause for case in CASES} | {
+        "target-differs",
+        "batch-variance",
+        "position-offset",
+        "weights-differ",
+    } == IDS
 
 
 def expect(case: Planted, folder: Path, dtype: str = "float32") -> None:
@@ -91,6 +102,31 @@ def test_the_cause_of_a_fault_is_confirmed_and_no_other(case: Planted, tmp_path:
 
 def test_another_target_is_confirmed_and_no_other_cause(tmp_path: Path) -> None:
     expect(plant.target_with_noise(tmp_path), tmp_path)
+
+
+def test_a_target_changed_in_late_layers_is_confirmed_at_the_first_feature_that_differs(tmp_path: Path) -> None:
+    """As a LoRA on queries and values does: 4 of some 70 tensors, and the first features are equal."""
+    expect(plant.target_with_noise(tmp_path, 4, ("q_proj", "v_proj")), tmp_path)
+
+
+def test_another_target_under_the_same_path_is_told_by_what_the_recorders_sampled(tmp_path: Path) -> None:
+    result, train, serve = run(plant.target_with_noise(tmp_path), tmp_path)
+    serve.manifest.target["path"] = train.manifest.target["path"]
+    (cause,) = diagnose(result, train, serve).confirmed
+    assert cause.cause == "target-differs"
+    assert "tensors sampled differ" in cause.evidence
+
+
+def test_features_that_differ_for_no_known_cause_leave_the_target_open(tmp_path: Path) -> None:
+    """The samples of both targets are equal, which proves nothing."""
+    result, train, serve = run(plant.target_with_noise(tmp_path), tmp_path)
+    serve.manifest.target |= {name: train.manifest.target[name] for name in ("path", "tensors")}
+    diagnosis = diagnose(result, train, serve)
+    assert not diagnosis.confirmed
+    (target,) = (one for one in diagnosis.causes if one.cause == "target-differs")
+    assert target.verdict == "not_tested"
+    assert target.evidence.startswith("target.hidden.0 differs, which no other cause explains")
+    assert diagnosis.unexplained
 
 
 def test_a_fault_behind_the_first_is_found_too(tmp_path: Path) -> None:

@@ -195,8 +195,8 @@ def assert_next_works(control: Control, tmp_path: Path, rank: Rank) -> None:
     assert control.status()["last"]["outcome"] == "sealed"
 
 
-@pytest.mark.parametrize("settings", [nested(900), nested(5000), {"a": object()}, {"a": threading.Lock()}])
-def test_settings_that_cannot_be_written_down_are_refused_and_nothing_is_wedged(
+@pytest.mark.parametrize("settings", [nested(5000), {"a": threading.Lock()}])
+def test_settings_that_cannot_be_handed_over_are_refused_and_nothing_is_wedged(
     control: Control, tmp_path: Path, settings: dict[str, Any]
 ) -> None:
     rank = Rank()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from eagle_trace.writer import TraceWriter, prepare_output
 from eagle_trace_analysis import Diff, diff
 from eagle_trace_analysis.report.text import render
 from tests.support.synthetic import Side, make_prompts, write_trace
+from tests.support.tables import edit_manifest
 
 WHY = "the disk was too slow"
 SAID = f"the recording ended early: {WHY}"
@@ -34,8 +34,7 @@ def without_rows(path: Path, prompts: list[dict[str, Any]]) -> Trace:
 
 def stopped(path: Path, name: str = "manifest.json") -> Path:
     """`path`, as if its recording had been ended."""
-    manifest = json.loads((path / name).read_text())
-    (path / name).write_text(json.dumps(manifest | {"stopped": WHY}))
+    edit_manifest(path, lambda manifest: manifest.update(stopped=WHY), name)
     return path
 
 

@@ -285,10 +285,12 @@ def test_force_never_follows_a_link(tmp_path: Path) -> None:
 WRONG: list[Any] = [None, 7, -1, "x", [1], {"a": 1}, {"../../x": {"rows": 1, "bytes": 1}}, [{"site": 1}], True, 1e400]
 
 
-@pytest.mark.parametrize("name", sorted(json.loads(Manifest("serve", "values", "test").to_json())))
+@pytest.mark.parametrize("name", sorted(set(json.loads(Manifest("serve", "values", "test").to_bytes())) - {"checksum"}))
 def test_a_field_of_another_type_is_damage_and_no_traceback(tmp_path: Path, name: str) -> None:
     path = write_trace(tmp_path / "t", Side("serve"), make_prompts(1)).path
-    good = json.loads((Path(path) / "manifest.json").read_text())
+    written = json.loads((Path(path) / "manifest.json").read_text())
+    # as a version without checksums wrote it, so that it is the type that is found wrong
+    good = {field: value for field, value in written.items() if field not in ("checksum", "checksums")}
     for value in WRONG:
         (Path(path) / "manifest.json").write_text(json.dumps(good | {name: value}))
         try:

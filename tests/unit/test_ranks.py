@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +20,7 @@ from eagle_trace_analysis import diff
 from eagle_trace_analysis.params import same
 from eagle_trace_analysis.ranks import check_ranks
 from tests.support.synthetic import Side, make_prompts, write_trace
+from tests.support.tables import edit_manifest
 
 COUNT, WIDTH = 50, 8
 RNG = np.random.default_rng(3)
@@ -180,9 +180,9 @@ def test_ranks_that_differ_are_a_note_of_the_diff(tmp_path: Path) -> None:
     prompts = make_prompts(1)
     train = write_trace(tmp_path / "train", Side("train"), prompts)
     serve = write_trace(tmp_path / "serve", Side("serve"), prompts)
-    data = json.loads((tmp_path / "serve/manifest.json").read_text())
-    (tmp_path / "serve/manifest.json").write_text(json.dumps(data | {"ranks": 2}))
-    writer = TraceWriter(tmp_path / "serve", manifest(1, 2, tp=1))
+    edit_manifest(tmp_path / "serve", lambda data: data.update(ranks=2))
+    alike = {name: getattr(serve.manifest, name) for name in ("host", "dtype", "target", "draft")}
+    writer = TraceWriter(tmp_path / "serve", replace(manifest(1, 2, tp=1), **alike))
     (site,) = serve.site_data("fc.out")
     values = ValueReader(site).take(np.arange(site.rows)).copy()
     values[0, 0] += 1

@@ -89,15 +89,16 @@ def test_a_step_that_training_does_not_reproduce_either_is_not_judged(tmp_path: 
     assert "layer.0.embed_norm" in diagnosis.unexplained[0]
 
 
-def test_other_weights_under_the_right_name_are_named_as_unexplained(tmp_path: Path) -> None:
+def test_other_weights_under_the_right_name_are_the_cause_and_leave_nothing_unexplained(tmp_path: Path) -> None:
     def other(tensors: dict[str, np.ndarray]) -> None:
         tensors["fc.weight"] = 1.3 * tensors["fc.weight"]
 
     result, _, _ = run(Planted("other", None, "fc.out", serve_tensors=other), tmp_path)
     diagnosis = result.diagnosis
     assert diagnosis is not None
-    assert not diagnosis.confirmed
-    assert "fc.weight as loaded is not the trained one" in diagnosis.unexplained[0]
+    assert [one.cause for one in diagnosis.confirmed] == ["weights-differ"]
+    assert "fc.weight" in diagnosis.confirmed[0].evidence
+    assert not diagnosis.unexplained
 
 
 @pytest.mark.parametrize(("name", "eps"), [("norm-eps", 1e-2), ("norm-eps-of-the-engine", 1e-3)])

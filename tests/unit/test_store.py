@@ -133,9 +133,9 @@ def test_damage_is_told_from_absence(memory: str) -> None:
 
 
 def test_a_row_group_is_read_once_and_in_one_piece(memory: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("eagle_trace.streams.ROW_GROUP_BYTES", 64 << 10)
+    monkeypatch.setattr("eagle_trace.streams.ROW_GROUP_BYTES", 512 << 10)
     place = f"{memory}/t"
-    values = np.random.default_rng(0).standard_normal((2000, 64)).astype(np.float32)
+    values = np.random.default_rng(0).standard_normal((2000, 512)).astype(np.float32)
     writer = TraceWriter(place, Manifest("serve", "values", "test"))
     for start in range(0, 2000, 100):
         from tests.unit.test_trace import make_rows

@@ -1,6 +1,5 @@
 """Writing and reading a trace: exact bytes, bounded memory, and no half-written trace taken for whole."""
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -27,7 +26,7 @@ from eagle_trace.errors import (
 from eagle_trace.manifest import Manifest
 from eagle_trace.reader import ValueReader, iter_blocks
 from eagle_trace.writer import TraceWriter, prepare_output
-from tests.support.tables import replace_table
+from tests.support.tables import edit_manifest, replace_table
 
 RNG = np.random.default_rng(0)
 
@@ -243,12 +242,7 @@ def test_disk_errors_fail_the_recording_and_not_the_host(tmp_path: Path, monkeyp
 
 
 def damaged_manifest(change: Callable[[dict[str, object]], object]) -> Callable[[Path], None]:
-    def damage(path: Path) -> None:
-        data = json.loads((path / "manifest.json").read_text())
-        change(data)
-        (path / "manifest.json").write_text(json.dumps(data))
-
-    return damage
+    return lambda path: edit_manifest(path, change)
 
 
 def truncate(path: Path) -> None:

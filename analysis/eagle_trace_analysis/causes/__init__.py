@@ -5,24 +5,28 @@ from __future__ import annotations
 from eagle_trace_analysis.causes import (
     attention,
     benign,
+    carried,
     d2t,
     embedding,
     fed,
+    fed_tokens,
     head,
     layer_ids,
     nonfinite,
     norms,
     parallel,
     parameters,
+    positions,
     qkv,
     rope,
     target,
     tokens,
+    weights,
 )
 from eagle_trace_analysis.causes.base import Cause, Outcome
 
-_MODULES = (tokens, fed, layer_ids, target, parameters, head, embedding, d2t, norms, rope, qkv, attention, parallel,
-            nonfinite, benign)  # fmt: skip
+_MODULES = (tokens, fed_tokens, positions, fed, layer_ids, target, parameters, weights, head, embedding, d2t, norms,
+            rope, qkv, carried, attention, parallel, nonfinite, benign)  # fmt: skip
 
 #: by name
 REGISTRY: dict[str, Cause] = {cause.name: cause for module in _MODULES for cause in module.CAUSES}

@@ -48,21 +48,21 @@ def check_window(context: Context) -> Outcome:
             return replay.varied(view=View(replay.recorded, window=window, by_root=False))
 
         if replay.form.window is not None:
-            yield "no window", seeing(None)
+            yield Hypothesis("no window", seeing(None))
         served = _served_window(context)
         for window in (served, served + 1 if served else None):
             if window:
-                yield f"a window of {window} tokens", seeing(window)
+                yield Hypothesis(f"a window of {window} tokens", seeing(window), deployed=True)
         fitted = fit_window(replay, node)
         if fitted is not None:
-            yield f"a window of {fitted} tokens (fitted)", seeing(fitted)
+            yield Hypothesis(f"a window of {fitted} tokens (fitted)", seeing(fitted))
 
     def fix(words: str) -> str:
         if context.form is not None and context.form.window:
             return f"serve with {FLAG} {context.form.window}, the window of the training"
         return f"the server attends with {words}, training with none: serve without {FLAG}"
 
-    return counterfactual(context, _sites(context), others, fix)
+    return counterfactual(context, _sites(context), others, fix, own=("window",))
 
 
 def fit_window(replay: Replay, node: Replayed) -> int | None:
@@ -108,7 +108,7 @@ def check_refresh(context: Context) -> Outcome:
         for fresh in (True, False):
             view = View(replay.recorded, window=replay.form.window, stale=stale, fresh_in_call=fresh)
             words = f"{len(stale)} positions still holding the keys of the draft step that guessed them"
-            yield words, replay.varied(view=view)
+            yield Hypothesis(words, replay.varied(view=view))
 
     return counterfactual(
         context,

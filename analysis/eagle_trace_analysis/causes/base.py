@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from eagle_trace_analysis.context import Context
 from eagle_trace_analysis.replay import Measured, Replay, Replayed
@@ -21,12 +21,23 @@ class Outcome:
         evidence: in numbers.
         fix: what to do (confirmed), or what would test it (not tested).
         site: where it shows (confirmed).
+        changed: the replay that has the fault as this cause says it; None for a cause proved otherwise.
+        deployed: the fault is what the deployed folder says, and not a guess that fits.
+        words: `changed` in words.
+        together: `changed` holds on top of what else the deployed folder says, and neither does it alone.
+        explains: sites whose steps it explains by more than `changed` (a fact about a parameter); None for those of the
+            table of causes, if there is no `changed` to ask.
     """
 
     verdict: Verdict
     evidence: str
     fix: str | None = None
     site: str | None = None
+    changed: Replay | None = None
+    deployed: bool = False
+    words: str = ""
+    together: bool = False
+    explains: frozenset[str] | None = None
 
 
 def confirmed(evidence: str, fix: str, site: str) -> Outcome:
@@ -55,6 +66,7 @@ class Cause:
         cure: how it is fixed, in general (a confirmed verdict gives the fix for the case at hand).
         sites: where it shows first; ``layer.0`` stands for every layer.
         check: looks at a pair of traces.
+        last: looks when the others have (`Context.outcomes`), since what they explain is none of its business.
     """
 
     name: str
@@ -63,29 +75,50 @@ class Cause:
     cure: str
     sites: tuple[str, ...]
     check: Callable[[Context], Outcome]
+    last: bool = False
 
 
 RECORD_VALUES = (
     "record both sides with --level values and give the checkpoints (--train-draft, --serve-draft, --target)"
 )
 
-#: a changed replay, with what was changed in words; None stands for a change that cannot be made here
-Hypothesis = tuple[str, Replay | None]
+
+class Hypothesis(NamedTuple):
+    """A changed replay.
+
+    Attributes:
+        words: what was changed.
+        replay: with the change; None for a change that cannot be made here.
+        deployed: the change is what the deployed folder says, and not a guess.
+    """
+
+    words: str
+    replay: Replay | None
+    deployed: bool = False
+
+
+#: hypotheses on a faulty step of a replay; words and a replay alone will do
+Hypotheses = Callable[[Replay, Replayed], Iterable[Hypothesis | tuple[str, Replay | None]]]
 
 
 def counterfactual(
     context: Context,
     sites: Sequence[str],
-    hypotheses: Callable[[Replay, Replayed], Iterable[Hypothesis]],
+    hypotheses: Hypotheses,
     fix: Callable[[str], str],
+    own: tuple[str, ...] = (),
 ) -> Outcome:
     """Confirm the first hypothesis that brings every faulty step of a site down to rounding.
+
+    Two faults may meet in one step. So what does not do it alone is tried once more on top of everything else that the
+    deployed folder says otherwise than the training (`Context.company`), unless that explains the step by itself.
 
     Args:
         context: the pair.
         sites: sites the cause would show at, in forward order.
-        hypotheses: changed replays to try on a faulty step of a site, in words and as a replay.
+        hypotheses: changed replays to try on a faulty step of a site.
         fix: the fix, from the words of the hypothesis that holds.
+        own: what of the form is this cause's own (names of `Context.company`).
     """
     if context.replay is None:
         return not_tested(context.no_replay, RECORD_VALUES)
@@ -104,25 +137,55 @@ def counterfactual(
     for site in dict.fromkeys(one.site for one in faulty):
         mine = [one for one in faulty if one.site == site]
         best: tuple[str, Measured] | None = None
-        for words, changed in hypotheses(context.replay, mine[0]):
-            if changed is None:
+        for tried, besides in _tries(context, mine, hypotheses, own):
+            worst = _worst(tried, mine)
+            if worst is None:
                 continue
-            found = [changed.measure(site, one.step, one.train) for one in mine]
-            measured = [one for one in found if isinstance(one, Measured)]
-            if len(measured) < len(mine):
-                continue
-            worst = max(measured, key=lambda one: one.ratio)
             if worst.reproduced:
+                words = f"{tried.words}{besides}"
                 evidence = (
                     f"{site}, step {mine[0].step}: as trained {_figures(mine[0])}; with {words} {worst.against()}"
                 )
-                return confirmed(evidence, fix(words), site)
+                return Outcome(
+                    "confirmed",
+                    evidence,
+                    fix(tried.words),
+                    site,
+                    tried.replay,
+                    tried.deployed,
+                    tried.words,
+                    together=bool(besides),
+                )
             if best is None or worst.ratio < best[1].ratio:
-                best = words, worst
+                best = tried.words, worst
         said.append(f"{site} is not as trained ({_figures(mine[0])})" + (
             f", and no better explained by {best[0]} ({best[1].words()})" if best else ""
         ))  # fmt: skip
     return ruled_out("; ".join(said[:2]))
+
+
+def _tries(
+    context: Context, nodes: Sequence[Replayed], hypotheses: Hypotheses, own: tuple[str, ...]
+) -> Iterator[tuple[Hypothesis, str]]:
+    """Hypotheses on the trained form, then on the deployed one; and what they are tried on, in words."""
+    assert context.replay is not None
+    yield from ((Hypothesis(*one), "") for one in hypotheses(context.replay, nodes[0]))
+    company = context.company(*own)
+    if company is not None:
+        alone = _worst(Hypothesis(company.words, company.replay), nodes)
+        if alone is None or not alone.reproduced:
+            yield from (
+                (Hypothesis(*one), f", besides {company.words}") for one in hypotheses(company.replay, nodes[0])
+            )
+
+
+def _worst(tried: Hypothesis, nodes: Sequence[Replayed]) -> Measured | None:
+    """The figures of the step that a hypothesis reproduces worst; None if one cannot be recomputed under it."""
+    if tried.replay is None:
+        return None
+    found = [tried.replay.measure(one.site, one.step, one.train) for one in nodes]
+    measured = [one for one in found if isinstance(one, Measured)]
+    return max(measured, key=lambda one: one.ratio) if len(measured) == len(nodes) else None
 
 
 def innocent(judged: Sequence[Replayed]) -> str:

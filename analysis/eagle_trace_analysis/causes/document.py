@@ -23,8 +23,13 @@ Written by `python -m eagle_trace_analysis.causes.document docs/causes.md`; do n
 Recomputing needs traces with values, the trained checkpoint, and the config in the train trace. The folders are those
 of the manifests, or of `--train-draft`, `--serve-draft` and `--target`.
 
-What is faulty and explained by none of these is listed as *not explained*, so that an unknown cause is not taken for
-a known one. Two traces cannot show what both sides do wrong alike.
+**One fault, one cause.** Where several counterfactuals reproduce the same steps, one is confirmed: the one that
+explains more steps, or is what the deployed folder says. The others are *not tested*, "equally good here". Two faults
+that meet in one step are both confirmed where the deployed folder says both and neither explains the step alone.
+
+What no confirmed cause brings down to rounding is listed as *not explained*, so that an unknown cause is not taken for
+a known one; so is a step that a confirmed cause makes better and not right. Two traces cannot show what both sides do
+wrong alike.
 """
 
 

@@ -36,7 +36,7 @@ def check_replaced(context: Context) -> Outcome:
         theirs = context.target.embedding if context.target else None
         if theirs is not None:
             weights = replay.weights.borrowing("embed_tokens.weight", theirs)
-            yield f"the target's embedding ({figures})", replay.varied(weights=weights)
+            yield Hypothesis(f"the target's embedding ({figures})", replay.varied(weights=weights))
 
     return counterfactual(
         context,

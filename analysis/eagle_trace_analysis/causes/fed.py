@@ -18,6 +18,7 @@ from eagle_trace_analysis.causes.base import (
     not_tested,
     ruled_out,
 )
+from eagle_trace_analysis.causes.misplaced import misplaced
 from eagle_trace_analysis.checkpoint import engine
 from eagle_trace_analysis.checkpoint.files import as_float32
 from eagle_trace_analysis.checkpoint.width import has_fc
@@ -156,6 +157,8 @@ def check_degenerate(context: Context) -> Outcome:
     site = "target.hidden.0"
     if not found and not features.healthy and not features.single and (other := _other_prompt(features)) is not None:
         found.append(other)
+    if not found and (rows := misplaced(features)) is not None and not rows.shift:
+        found.append(f"serving: {rows.words}")
     if found:
         side = "the extractor of the training features" if "training:" in found[0] else "the server's capture"
         return confirmed("; ".join(found[:3]), f"repair {side} and take the features again; then train on them", site)

@@ -29,9 +29,10 @@ def check_residual(context: Context) -> Outcome:
     def other(replay: Replay, _: Replayed) -> Iterator[Hypothesis]:
         flag = not replay.form.norm_before_residual
         name = "hidden_norm(hidden)" if flag else "hidden"
-        yield (
+        yield Hypothesis(
             f"residual = {name} + attention (norm_before_residual {str(flag).lower()})",
             replay.varied(norm_before_residual=flag),
+            deployed=context.says("norm_before_residual", flag),
         )
 
     return counterfactual(
@@ -42,6 +43,7 @@ def check_residual(context: Context) -> Outcome:
             "residual-norm",
             "train and serve with the same norm_before_residual; SGLang 0.5.23 has false only",
         ),
+        own=("norm_before_residual",),
     )
 
 
@@ -61,13 +63,19 @@ def check_features_norm(context: Context) -> Outcome:
         for whole, each in ((False, False), (True, False), (False, True)):
             words = "no norm" if not (whole or each) else "norm_before_fc" if whole else "fc_norm"
             if (whole, each) != (form.norm_before_fc, form.fc_norm):
-                yield f"{words} before fc", replay.varied(weights=weights, norm_before_fc=whole, fc_norm=each)
+                changed = replay.varied(weights=weights, norm_before_fc=whole, fc_norm=each)
+                said = context.says("norm_before_fc", whole) and context.says("fc_norm", each)
+                yield Hypothesis(f"{words} before fc", changed, said)
             if whole or each:
                 changed = replay.varied(weights=weights.replaced(ones), norm_before_fc=whole, fc_norm=each)
-                yield f"{words} before fc with weights of 1", changed
+                yield Hypothesis(f"{words} before fc with weights of 1", changed)
 
     return counterfactual(
-        context, ["fc.in"], others, lambda _: context.fix("fc-norm", "set norm_before_fc and fc_norm as trained")
+        context,
+        ["fc.in"],
+        others,
+        lambda _: context.fix("fc-norm", "set norm_before_fc and fc_norm as trained"),
+        own=("norm_before_fc", "fc_norm"),
     )
 
 
@@ -76,9 +84,16 @@ def check_carry(context: Context) -> Outcome:
 
     def other(replay: Replay, _: Replayed) -> Iterator[Hypothesis]:
         flag = not replay.form.norm_output
-        yield f"norm_output {str(flag).lower()}", replay.varied(norm_output=flag)
+        said = context.says("norm_output", flag)
+        yield Hypothesis(f"norm_output {str(flag).lower()}", replay.varied(norm_output=flag), said)
 
-    return counterfactual(context, ["carry"], other, lambda _: context.fix("norm-output", "set norm_output as trained"))
+    return counterfactual(
+        context,
+        ["carry"],
+        other,
+        lambda _: context.fix("norm-output", "set norm_output as trained"),
+        own=("norm_output",),
+    )
 
 
 def check_eps(context: Context) -> Outcome:
@@ -87,12 +102,14 @@ def check_eps(context: Context) -> Outcome:
     def others(replay: Replay, node: Replayed) -> Iterator[Hypothesis]:
         served = context.served_form.eps if context.served_form else None
         if served is not None and served != replay.form.eps:
-            yield f"the deployed rms_norm_eps {served:g}", replay.varied(eps=served)
+            yield Hypothesis(f"the deployed rms_norm_eps {served:g}", replay.varied(eps=served), deployed=True)
         fitted = fit_eps(replay, node.site, node.step)
         if fitted is not None:
-            yield f"rms_norm_eps {fitted:.3g} (fitted)", replay.varied(eps=fitted)
+            yield Hypothesis(f"rms_norm_eps {fitted:.3g} (fitted)", replay.varied(eps=fitted))
 
-    return counterfactual(context, _norm_sites(context), others, lambda _: context.fix("norm-eps", _eps_fix(context)))
+    return counterfactual(
+        context, _norm_sites(context), others, lambda _: context.fix("norm-eps", _eps_fix(context)), own=("eps",)
+    )
 
 
 def _eps_fix(context: Context) -> str:
@@ -130,7 +147,7 @@ def check_offset(context: Context) -> Outcome:
 
     def other(replay: Replay, _: Replayed) -> Iterator[Hypothesis]:
         flag = not replay.form.norm_offset
-        yield f"norms scaled by {'1 + w' if flag else 'w'}", replay.varied(norm_offset=flag)
+        yield Hypothesis(f"norms scaled by {'1 + w' if flag else 'w'}", replay.varied(norm_offset=flag))
 
     return counterfactual(
         context,

@@ -46,9 +46,10 @@ def check_shards(context: Context) -> Outcome:
                 continue
             for shard in range(ranks):
                 changed = replay.weights.edited(name, _only(shard, ranks))
-                yield f"shard {shard} of {ranks} alone (not summed over ranks)", replay.varied(weights=changed)
+                words = f"shard {shard} of {ranks} alone (not summed over ranks)"
+                yield Hypothesis(words, replay.varied(weights=changed))
             changed = replay.weights.edited(name, _rolled(ranks))
-            yield f"{ranks} shards put together in another order", replay.varied(weights=changed)
+            yield Hypothesis(f"{ranks} shards put together in another order", replay.varied(weights=changed))
 
     outcome = counterfactual(
         context,

@@ -2,48 +2,16 @@
 
 from __future__ import annotations
 
-import re
+from dataclasses import replace
 
 from eagle_trace_analysis.causes.base import Cause, Outcome, clipped, confirmed, not_tested, ruled_out
 from eagle_trace_analysis.checkpoint import engine
 from eagle_trace_analysis.checkpoint.quantised import modules
 from eagle_trace_analysis.context import Context
-from eagle_trace_analysis.params import same
+from eagle_trace_analysis.params import same, site_of
 
-#: where a parameter is first used, by the end of its name
-USED_AT = {
-    "fc.weight": "fc.out",
-    "fc.bias": "fc.out",
-    "embed_tokens.weight": "embed",
-    "input_layernorm.weight": "embed_norm",
-    "hidden_norm.weight": "hidden_norm",
-    "self_attn.q_proj.weight": "attn.q",
-    "self_attn.q_norm.weight": "attn.q",
-    "self_attn.k_proj.weight": "attn.k",
-    "self_attn.k_norm.weight": "attn.k",
-    "self_attn.v_proj.weight": "attn.v",
-    "self_attn.o_proj.weight": "attn.out",
-    "post_attention_layernorm.weight": "mlp.norm",
-    "mlp.gate_proj.weight": "mlp.gate",
-    "mlp.up_proj.weight": "mlp.up",
-    "mlp.down_proj.weight": "mlp.out",
-    "lm_head.weight": "logits",
-}
 #: what causes of their own speak about
 ELSEWHERE = ("d2t", "t2d", "embed_tokens.weight", "input_norm.", "fc_norm.")
-
-
-def site_of(name: str) -> str | None:
-    """The site a parameter shows at first."""
-    if name == "norm.weight":
-        return "norm"
-    layer = re.match(r"layers\.(\d+)\.(.+)$", name)
-    end = layer.group(2) if layer else name
-    if engine.entering_norm(name):
-        end = "hidden_norm.weight"
-    if end not in USED_AT:
-        return None
-    return f"layer.{layer.group(1)}.{USED_AT[end]}" if layer else USED_AT[end]
 
 
 def not_loaded(context: Context) -> list[str]:
@@ -94,8 +62,8 @@ def dropped_for(context: Context, name: str) -> str | None:
     return alike[0] if len(alike) == 1 and lacking == [name] else None
 
 
-def _shown(context: Context, names: list[str]) -> tuple[str, str] | None:
-    """Of parameters that were not loaded, the first whose site differs, and that site."""
+def shown(context: Context, names: list[str]) -> tuple[str, str] | None:
+    """Of parameters that are not the trained ones, the first whose site differs, and that site."""
     placed = [(site, name) for name in names if (site := site_of(name)) is not None]
     order = {result.site: at for at, result in enumerate(context.diff.sites) if result.step == 0}
     for site, name in sorted(placed, key=lambda item: order.get(item[0], len(order))):
@@ -123,10 +91,10 @@ def _check(context: Context, *, dropped: bool) -> Outcome:
     mine = [name for name in lost if (dropped_for(context, name) is not None) == dropped]
     if not mine:
         return ruled_out(_all_there(context, lost, dropped=dropped))
-    shown = _shown(context, mine)
-    if shown is None:
+    seen = shown(context, mine)
+    if seen is None:
         return ruled_out(f"{clipped(mine)} not loaded, but no site that uses them differs")
-    site, name = shown
+    site, name = seen
     absent = name not in served
     state = "the server holds none" if absent else (
         f"as loaded its norm is {served[name]['norm']:.4g}, trained {trained[name]['norm']:.4g}"
@@ -135,10 +103,14 @@ def _check(context: Context, *, dropped: bool) -> Outcome:
         key = dropped_for(context, name)
         evidence = f"{len(mine)} of {len(trained)} parameters were dropped on loading, first {key} ({name}; {state})"
         fix = context.fix("weight-names", f"rename {key} to {name}")
-        return confirmed(f"{evidence}; {site} differs", fix, site)
+        return replace(confirmed(f"{evidence}; {site} differs", fix, site), explains=_sites(mine))
     evidence = f"{len(mine)} of {len(trained)} parameters are not in the deployed checkpoint: {clipped(mine)} ({state})"
     fix = context.fix("weights-present", f"ship {clipped(mine)} (`eagle-trace export` does)")
-    return confirmed(f"{evidence}; {site} differs", fix, site)
+    return replace(confirmed(f"{evidence}; {site} differs", fix, site), explains=_sites(mine))
+
+
+def _sites(names: list[str]) -> frozenset[str]:
+    return frozenset(site for name in names if (site := site_of(name)) is not None)
 
 
 def _all_there(context: Context, lost: list[str], *, dropped: bool) -> str:

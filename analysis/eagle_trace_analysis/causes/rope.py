@@ -21,6 +21,9 @@ from eagle_trace_analysis.context import Context
 from eagle_trace_analysis.metrics import relative_error
 from eagle_trace_analysis.replay import Recomputed, Replay, Replayed
 
+#: shares of a head that are rotated in published models
+SHARES = (1.0, 0.5, 0.25, 0.75)
+
 
 def _sites(context: Context) -> list[str]:
     return context.layer_sites("attn.q_rope", "attn.k_rope")
@@ -30,15 +33,22 @@ def check_theta(context: Context) -> Outcome:
     """Other frequencies: the deployed config's, or those that the recorded rotation shows."""
 
     def others(replay: Replay, _: Replayed) -> Iterator[Hypothesis]:
+        mine = replay.form.rope
         served = context.served_form.rope if context.served_form else None
-        if served is not None and served != replay.form.rope:
-            yield f"the deployed {served.words()}", replay.varied(rope=served)
+        if served is not None:
+            # the share of the head is another cause's
+            served = replace(served, partial=mine.partial, interleaved=mine.interleaved)
+            if served != mine:
+                words = replace(served, partial=1.0).words()
+                yield Hypothesis(f"the deployed {words}", replay.varied(rope=served), deployed=True)
         fitted = fit_theta(replay)
         if fitted is not None:
-            plain = replace(replay.form.rope, theta=fitted, kind="default", parameters={})
-            yield f"theta {fitted:.6g} (fitted to the recorded rotation)", replay.varied(rope=plain)
+            plain = replace(mine, theta=fitted, kind="default", parameters={})
+            yield Hypothesis(f"theta {fitted:.6g} (fitted to the recorded rotation)", replay.varied(rope=plain))
 
-    return counterfactual(context, _sites(context), others, lambda _: context.fix("rope", _fix(context)))
+    return counterfactual(
+        context, _sites(context), others, lambda _: context.fix("rope", _fix(context)), own=("rope frequencies",)
+    )
 
 
 def _fix(context: Context) -> str:
@@ -77,23 +87,47 @@ def check_layout(context: Context) -> Outcome:
 
     def others(replay: Replay, _: Replayed) -> Iterator[Hypothesis]:
         rope = replay.form.rope
+        served = context.served_form.rope.partial if context.served_form else rope.partial
+        if served != rope.partial:
+            changed = replay.varied(rope=replace(rope, partial=served))
+            yield Hypothesis(f"the deployed {served:g} of each head rotated", changed, deployed=True)
         flipped = replace(rope, interleaved=not rope.interleaved)
-        yield (
-            ("neighbouring elements rotated" if flipped.interleaved else "halves rotated"),
-            replay.varied(rope=flipped),
-        )
-        for share in (1.0, 0.5, 0.25, 0.75):
-            if share != rope.partial:
-                yield f"{share:g} of each head rotated", replay.varied(rope=replace(rope, partial=share))
+        words = "neighbouring elements rotated" if flipped.interleaved else "halves rotated"
+        yield Hypothesis(words, replay.varied(rope=flipped))
+        for share in dict.fromkeys((*SHARES, fit_share(replay))):
+            if share is not None and share not in (rope.partial, served):
+                yield Hypothesis(f"{share:g} of each head rotated", replay.varied(rope=replace(rope, partial=share)))
 
     return counterfactual(
         context,
         _sites(context),
         others,
         lambda words: (
-            f"the server has {words}: serve with the layout of the training, or permute q and k weights for it"
+            context.fix("rope", f"rotate {_share(context)} of each head, as trained (partial_rotary_factor)")
+            if "of each head" in words
+            else f"the server has {words}: serve with the layout of the training, or permute q and k weights for it"
         ),
+        own=("rope layout",),
     )
+
+
+def fit_share(replay: Replay) -> float | None:
+    """The share of a head that recorded q_rope turned: its last elements are those of q; None if no row shows it."""
+    before, after = (replay.recorded.values(f"layer.0.attn.{name}") for name in ("q", "q_rope"))
+    if before is None or after is None or before.values.shape != after.values.shape:
+        return None
+    size = replay.form.head_dim
+    rows = np.flatnonzero(before.present & after.present & (replay.recorded.keys.position >= 1))
+    if not rows.size or before.values.shape[1] % size:
+        return None
+    off = np.abs(after.values[rows] - before.values[rows]).reshape(-1, size).max(axis=0)
+    scale = np.abs(before.values[rows]).max()
+    turned = np.flatnonzero(off > 1e-3 * scale)
+    return float(turned[-1] + 1) / size if len(turned) else None
+
+
+def _share(context: Context) -> str:
+    return f"{context.form.rope.partial:g}" if context.form else "the same share"
 
 
 def check_reach(context: Context) -> Outcome:

@@ -7,6 +7,7 @@ import numpy as np
 from eagle_trace.reader import Trace
 from eagle_trace_analysis.align import Alignment
 from eagle_trace_analysis.causes.base import Cause, Outcome, confirmed, not_tested, ruled_out
+from eagle_trace_analysis.causes.misplaced import misplaced
 from eagle_trace_analysis.checks import check_prompts
 from eagle_trace_analysis.context import Context
 from eagle_trace_analysis.features import channel_error
@@ -25,7 +26,7 @@ def check_differ(context: Context) -> Outcome:
     return confirmed(evidence, "use one chat template, one BOS rule and one truncation on both sides", "token")
 
 
-def _lag(trace: Trace) -> tuple[int, int, int]:
+def lag(trace: Trace) -> tuple[int, int, int]:
     """Of step-0 rows: how many there are, how many are fed x[root + 1], how many x[root]."""
     rows = trace.rows
     at = np.flatnonzero(rows.step == 0)
@@ -40,13 +41,18 @@ def _lag(trace: Trace) -> tuple[int, int, int]:
     return count, right, wrong
 
 
+def is_shifted(count: int, right: int, wrong: int) -> bool:
+    """Whether (nearly) all rows are fed the token of their own feature and not the one behind it."""
+    return bool(count) and right < count and wrong > 0.9 * count
+
+
 def check_shift(context: Context) -> Outcome:
     """x_i beside g_i instead of x_{i+1}: in the tokens, or in the features."""
     said = []
     for side, trace in (("training", context.train), ("serving", context.serve)):
-        count, right, wrong = _lag(trace)
+        count, right, wrong = lag(trace)
         said.append(f"{right:,} of {count:,} rows of {side} are fed the token behind their feature")
-        if count and right < count and wrong > 0.9 * count:
+        if is_shifted(count, right, wrong):
             evidence = (
                 f"{wrong:,} of {count:,} rows of {side} are fed x[root] beside feature g[root], {right:,} x[root + 1]"
             )
@@ -65,6 +71,9 @@ def check_shift(context: Context) -> Outcome:
             return confirmed(
                 evidence, "shift one side's features by one row: g[i] goes with x[i + 1]", "target.hidden.0"
             )
+    if features is not None and (found := misplaced(features)) is not None and found.shift:
+        fix = "shift one side's features by one row: g[i] goes with x[i + 1]"
+        return confirmed(found.words, fix, "target.hidden.0")
     return ruled_out("; ".join(said))
 
 

@@ -36,7 +36,8 @@ def accept_length(diff: Diff, *, serve: Trace | None = None) -> Any:
         return style.say(made, "not known: the serve trace holds no verify rounds")
     shares = [("observed", style.SERVE, accept.by_depth)]
     if accept.predicted_by_depth:
-        shares.append(("predicted by the training forward", style.TRAIN, accept.predicted_by_depth))
+        name = "predicted by the training forward"
+        shares.append((name if accept.comparable else f"{name}, as a chain", style.TRAIN, accept.predicted_by_depth))
     for name, color, by_depth in shares:
         made.add_trace(
             go.Bar(
@@ -74,6 +75,8 @@ def _subtitle(diff: Diff) -> str:
     if accept.observed is None:
         return "tokens committed a verify round, bonus token included"
     words = f"{accept.observed:.2f} tokens a verify round, bonus token included, over {accept.rounds} rounds"
+    if accept.predicted is not None and not accept.comparable:
+        return words + f" (a tree); a chain of the training forward gets {accept.predicted:.2f}, not to be compared"
     return words + (f"; the training forward predicts {accept.predicted:.2f}" if accept.predicted is not None else "")
 
 

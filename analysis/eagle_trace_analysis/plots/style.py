@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eagle_trace.errors import UsageError
+from eagle_trace.printable import printable
 from eagle_trace.sites import draft_sites
 from eagle_trace_analysis.frontier import shape_order
 
@@ -93,7 +94,7 @@ def figure(title: str, subtitle: str, *, height: int, **layout: Any) -> Any:
 
 def text(words: object) -> str:
     """Text for a plot: plotly reads a little HTML, which names and prompts must not be able to write."""
-    return html.escape("".join(one if one.isprintable() else "·" for one in str(words)), quote=False)
+    return html.escape(printable(words), quote=False)
 
 
 def shorten(words: str, length: int = 40) -> str:

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
+from eagle_trace.printable import json_text, printable
 from eagle_trace_analysis.checkpoint.finding import CheckResult, Finding, Status
 
 #: mark and style of each status; the word itself is always printed, so that nothing hangs on colour
@@ -18,7 +19,7 @@ NAME_WIDTH = 18
 
 def render_json(result: CheckResult) -> str:
     """The result as one JSON object."""
-    return json.dumps(result.to_dict(), indent=2, ensure_ascii=False)
+    return json_text(json.dumps(result.to_dict(), indent=2, ensure_ascii=False))
 
 
 def render_text(result: CheckResult, console: Console) -> None:
@@ -51,12 +52,12 @@ def _print_finding(finding: Finding, console: Console) -> None:
     line = Text()
     line.append(f"{finding.status.value:5}", style=MARKS[finding.status])
     line.append(f"{finding.name:{NAME_WIDTH}}", style="bold" if finding.fix else "")
-    line.append(finding.evidence)
+    line.append(printable(finding.evidence))
     # wrapped lines hang under the evidence
     indent = 5 + NAME_WIDTH
     wrapped = line.wrap(console, max(console.width, indent + 30))
     if len(wrapped) > 1:
-        body = Text(finding.evidence).wrap(console, max(console.width - indent, 30))
+        body = Text(printable(finding.evidence)).wrap(console, max(console.width - indent, 30))
         for number, part in enumerate(body):
             head = line[:indent] if number == 0 else Text(" " * indent)
             console.print(head + part, soft_wrap=True)
@@ -64,5 +65,5 @@ def _print_finding(finding: Finding, console: Console) -> None:
         console.print(line, soft_wrap=True)
     if finding.fix:
         cause = f" [{finding.cause}]" if finding.cause else ""
-        for part in Text(f"fix{cause}: {finding.fix}").wrap(console, max(console.width - indent, 30)):
+        for part in Text(printable(f"fix{cause}: {finding.fix}")).wrap(console, max(console.width - indent, 30)):
             console.print(Text(" " * indent) + part, soft_wrap=True)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import re
 from collections.abc import Callable
 from importlib import resources
 from string import Template
@@ -63,16 +66,54 @@ def render_html(diff: Diff, *, train: Trace | None = None, serve: Trace | None =
     )
     first = diff.first_divergence
     where = f" at {first.site}, step {first.step}" if first else ""
+    # the exact text of each element: nothing else on the page may run or restyle it
+    scripts = [_inline(get_plotlyjs()), _inline(_asset("report.js"))]
+    style = _inline(_asset("report.css"))
     return Template(_asset("report.html")).substitute(
+        policy=_policy(scripts, style),
+        maps=_no_map_styles(scripts[0]),
         title=sections.e(f"{diff.verdict}{where} – eagle-trace"),
         version=sections.e(__version__),
         verdict=diff.verdict,
-        css=_asset("report.css"),
-        js=_asset("report.js"),
-        plotly=get_plotlyjs(),
+        css=style,
+        plotly=scripts[0],
+        js=scripts[1],
         body=body,
         figures=data,
     )
+
+
+def _inline(text: str) -> str:
+    """Text of a script or style element as a browser's parser hands it on: line ends are line feeds."""
+    return "\n" + text.replace("\r\n", "\n").replace("\r", "\n") + "\n"
+
+
+def _policy(scripts: list[str], style: str) -> str:
+    """The page's content security policy: its own scripts and style by their hash, pictures that plotly makes.
+
+    Plotly adds an empty style element, whose rules it then fills in, and sets style attributes, which can load nothing.
+    """
+    return "; ".join(
+        [
+            "default-src 'none'",
+            f"script-src {' '.join(map(_hash, scripts))}",
+            f"style-src-elem {_hash(style)} {_hash('')}",
+            "style-src-attr 'unsafe-inline'",
+            "img-src data: blob:",
+            "base-uri 'none'",
+            "form-action 'none'",
+        ]
+    )
+
+
+def _no_map_styles(plotly: str) -> str:
+    """Plotly's script styles maps, which this page has none of, unless it finds that done: empty elements say so."""
+    names = re.findall(r'if\(!document\.getElementById\("([0-9a-f]{64})"\)\)', plotly)
+    return "".join(f'<template id="{name}"></template>' for name in names)
+
+
+def _hash(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode('utf-8')).digest()).decode()}'"
 
 
 def _asset(name: str) -> str:

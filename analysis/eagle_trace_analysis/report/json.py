@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from eagle_trace.printable import json_text
 from eagle_trace_analysis.pairs import Coverage
 from eagle_trace_analysis.replay import Measured, Replayed
 from eagle_trace_analysis.result import AcceptLength, Diff, Divergence, SiteResult
@@ -48,7 +49,7 @@ def to_json(diff: Diff) -> dict[str, Any]:
 
 def to_json_text(diff: Diff) -> str:
     """`to_json` as text, ending in a newline."""
-    return json.dumps(to_json(diff), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+    return json_text(json.dumps(to_json(diff), indent=1, ensure_ascii=False, allow_nan=False)) + "\n"
 
 
 def _divergence(one: Divergence) -> dict[str, Any]:
@@ -84,6 +85,8 @@ def _accept_length(accept: AcceptLength) -> dict[str, Any]:
         "undecided": accept.undecided,
         "better": accept.better,
         "worse": accept.worse,
+        "branches": accept.branches,
+        "comparable": accept.comparable,
     }
 
 
@@ -118,8 +121,7 @@ def _replayed(one: Replayed) -> dict[str, Any]:
 def _measured(one: Measured | None) -> dict[str, Any] | None:
     if one is None:
         return None
-    names = ("rows", "rho_median", "rho_max", "channel_median", "nonfinite")
-    return {name: getattr(one, name) for name in names}
+    return dict(one.figures())
 
 
 def _coverage(coverage: Coverage) -> dict[str, Any]:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-import html
 import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from eagle_trace.printable import html_text
 from eagle_trace.sites import draft_sites
 from eagle_trace_analysis.metrics import IdMetrics, Metrics
 from eagle_trace_analysis.pairs import SKIP_REASONS, Coverage
 from eagle_trace_analysis.report.causes import CONFIRMED, NOT_TESTED, RULED_OUT, CauseView, causes_of, unexplained
 from eagle_trace_analysis.result import Diff, Divergence, SiteResult
+
+#: what every word from outside goes through
+e = html_text
 
 HEADLINE = {
     "agree": "Training and serving agree",
@@ -25,12 +28,6 @@ _WORDS = {
     "tolerance": "how far two correct implementations may be apart there by rounding; measured where possible",
     "first divergence": "the first place that differs although everything it is computed from agrees",
 }
-
-
-def e(words: object) -> str:
-    """Text for HTML, also inside quoted attributes; characters that steer terminals and text direction are shown."""
-    shown = "".join(one if one.isprintable() or one in "\n\t" else f"\\u{ord(one):04x}" for one in str(words))
-    return html.escape(shown, quote=True)
 
 
 def figure(value: float | None) -> str:
@@ -99,7 +96,7 @@ def _cards(diff: Diff) -> Iterable[tuple[str, str]]:
     if accept.observed is None:
         yield "not known", "accept length: the serve trace holds no verify rounds"
     else:
-        more = "" if accept.predicted is None else f"; {accept.predicted:.2f} predicted by the training forward"
+        more = f"; {accept.predicted:.2f} predicted by the training forward" if accept.comparable else ""
         yield f"{accept.observed:.2f}", f"accept length (tokens a verify round, bonus included){more}"
     verdicts = [result.verdict for result in diff.sites]
     differ, compared = verdicts.count("diverged"), len(verdicts) - verdicts.count("not compared")
@@ -172,6 +169,10 @@ def _sides(one: Divergence) -> str:
         "draft_id": "draft id",
         "target_id": "target id",
         "logit": "logit",
+        "digest": "digest",
+        "scale": "scale of the step by itself",
+        "coherent": "error of the step that follows its inputs",
+        "rho_median": "error of the step by itself, median row",
     }
     rows = []
     for name, label in labels.items():

@@ -12,6 +12,7 @@ import pyarrow.compute as pc
 
 from eagle_trace.capture import Rows
 from eagle_trace.errors import UsageError
+from eagle_trace.printable import json_text
 from eagle_trace.reader import SketchReader, Trace, ValueReader, read_keys, read_statistics
 from eagle_trace_analysis.tokens import TokenNames
 
@@ -35,6 +36,7 @@ def summary(trace: Trace, *, prompts: int = _PROMPTS, rounds: int = _ROUNDS) -> 
         "path": str(trace.path),
         "sealed": trace.sealed,
         "missing": list(trace.missing),
+        "without_checksums": len(trace.unchecked),
         "side": manifest.side,
         "level": manifest.level,
         "host": manifest.host,
@@ -209,7 +211,7 @@ def _key(keys: Rows, index: int, names: TokenNames) -> dict[str, Any]:
 
 def to_json_text(data: Mapping[str, Any]) -> str:
     """`summary` or `row` as strict JSON; a number that is not finite is a string."""
-    return json.dumps(_strict(data), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+    return json_text(json.dumps(_strict(data), indent=1, ensure_ascii=False, allow_nan=False)) + "\n"
 
 
 def _strict(value: Any) -> Any:

@@ -13,6 +13,9 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from eagle_trace.printable import printable
+from eagle_trace.terminal import PlainConsole
+
 WIDTH = 80
 _ELEMENTS = 8
 
@@ -30,8 +33,8 @@ def render_row(data: Mapping[str, Any], *, width: int | None = None) -> str:
 def _render(show: Callable[[Mapping[str, Any], Console], None], data: Mapping[str, Any], width: int | None) -> str:
     stream = io.StringIO()
     terminal = sys.stdout.isatty()
-    columns = width or (Console().width if terminal else WIDTH)
-    console = Console(file=stream, width=columns, force_terminal=terminal, highlight=False, legacy_windows=False)
+    columns = width or (PlainConsole().width if terminal else WIDTH)
+    console = PlainConsole(file=stream, width=columns, force_terminal=terminal, legacy_windows=False)
     show(data, console)
     return "\n".join(line.rstrip() for line in stream.getvalue().splitlines()) + "\n"
 
@@ -61,13 +64,18 @@ def print_summary(data: Mapping[str, Any], console: Console) -> None:
         ),
         (
             "warnings",
-            [*data["warnings"], *data["missing"], *early],
+            [*data["warnings"], *data["missing"], *_unchecked(data), *early],
         ),
     ):
         _section(console, title, lines)
     _print_sites(data["sites"], console)
     _print_prompts(data["prompts"], console)
     _print_rounds(rounds, console)
+
+
+def _unchecked(data: Mapping[str, Any]) -> list[str]:
+    count = data["without_checksums"]
+    return [f"{count} files have no checksum: what was altered in them may go unnoticed"] if count else []
 
 
 def _made_by(data: Mapping[str, Any]) -> list[str]:
@@ -92,7 +100,9 @@ def _print_sites(sites: Sequence[Mapping[str, Any]], console: Console) -> None:
         table.add_column(name, justify="right", no_wrap=True)
     for one in sites:
         shapes = ", ".join(f"[{shape['width']}] {shape['dtype']}" for shape in one["shapes"])
-        table.add_row(Text(one["site"]), Text(shapes), str(one["rows"]), size(one["bytes"]) if one["bytes"] else "-")
+        table.add_row(
+            printable(one["site"]), printable(shapes), str(one["rows"]), size(one["bytes"]) if one["bytes"] else "-"
+        )
     console.print()
     console.print(table)
 
@@ -171,15 +181,11 @@ def _section(console: Console, title: str, lines: Sequence[str]) -> None:
     console.print()
     console.print(Text(title, style="bold"))
     for line in lines:
-        console.print(Padding(Text(_printable(line)), (0, 0, 0, 2)))
+        console.print(Padding(Text(printable(line)), (0, 0, 0, 2)))
 
 
 def _line(console: Console, words: str, style: str = "") -> None:
-    console.print(Text(_printable(words), style=style))
-
-
-def _printable(words: str) -> str:
-    return "".join(one if one.isprintable() else "?" for one in words)
+    console.print(Text(printable(words), style=style))
 
 
 def shorten(words: str, length: int) -> str:

@@ -12,9 +12,12 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from eagle_trace.printable import printable
+from eagle_trace.terminal import PlainConsole
+from eagle_trace_analysis.diagnose import Diagnosis
 from eagle_trace_analysis.metrics import IdMetrics, Metrics
 from eagle_trace_analysis.pairs import SKIP_REASONS, Coverage
-from eagle_trace_analysis.report.verdicts import print_confirmed, print_rest
+from eagle_trace_analysis.report.verdicts import print_confirmed, print_rest, replay_lines
 from eagle_trace_analysis.result import AcceptLength, Diff, Divergence, SiteResult
 
 WIDTH = 80
@@ -27,9 +30,9 @@ def render(diff: Diff, *, width: int = WIDTH, color: bool = False, sites: str = 
     `sites` says what the table lists: ``diverged`` sites, or ``all``.
     """
     stream = io.StringIO()
-    console = Console(
+    console = PlainConsole(
         file=stream, width=width, force_terminal=color, no_color=not color,
-        color_system="standard" if color else None, highlight=False, legacy_windows=False,
+        color_system="standard" if color else None, legacy_windows=False,
     )  # fmt: skip
     print_diff(diff, console, sites=sites)
     return "\n".join(line.rstrip() for line in stream.getvalue().splitlines()) + "\n"
@@ -46,7 +49,7 @@ def print_diff(diff: Diff, console: Console | None = None, *, sites: str = "dive
             # a pipe may be plain ASCII: what it cannot hold is spelled out rather than an error
             sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))
             return
-        console = Console(highlight=False)
+        console = PlainConsole()
     answer = [_printable(line) for line in _answer(diff, console.width)]
     for line in answer:
         console.print(_fit(line, console.width), no_wrap=True, soft_wrap=True)
@@ -67,8 +70,26 @@ def print_diff(diff: Diff, console: Console | None = None, *, sites: str = "dive
         _section(console, title, lines)
     if diff.diagnosis is not None:
         print_rest(diff.diagnosis, console, whole=diff.verdict == "diverged")
+        if diff.verdict == "agree":
+            _section(console, "every step by itself", _by_itself(diff, diff.diagnosis))
     if any(result.metrics for result in diff.sites):
         _print_sites(console, diff, sites)
+
+
+def _by_itself(diff: Diff, diagnosis: Diagnosis) -> list[str]:
+    """What the replay proves beside the figures end to end, and what it cannot."""
+    lines = list(replay_lines(diagnosis.replay))
+    if not lines:
+        lines = [f"not recomputed ({diagnosis.no_replay}): a fault within the tolerance would not be seen"]
+    features = [
+        one.tolerance.allowed["rho_median"]
+        for one in diff.sites
+        if one.site.startswith("target.hidden.") and one.tolerance is not None and one.metrics is not None
+    ]
+    if features:
+        text = f"the target's features are held against each other alone: an error up to {max(features):.1e} passes"
+        lines.append(f"{text} for rounding there")
+    return lines
 
 
 def _print_sites(console: Console, diff: Diff, sites: str) -> None:
@@ -90,6 +111,8 @@ def _answer(diff: Diff, width: int) -> list[Text]:
     if diff.incomparable is not None:
         lines[0].append(": the two traces could not be compared", style="default")
         lines.append(Text(diff.incomparable))
+    elif first is not None and first.kind in ("parameters", "step"):
+        lines.append(_proven(first, lines[0]))
     elif first is not None:
         long = f": train and serve first part at {_where(first)} ({first.kind})"
         fits = len(diff.verdict) + len(long) <= width
@@ -105,6 +128,16 @@ def _answer(diff: Diff, width: int) -> list[Text]:
     text = f"coverage: {coverage.matched} of {comparable} serve rows have a train row ({coverage.share:.0%})"
     lines.append(Text(text + (f", {skipped} skipped" if skipped else "")))
     return lines
+
+
+def _proven(first: Divergence, line: Text) -> Text:
+    """What is proved of one site alone: completes the first line, and gives the second."""
+    if first.kind == "step":
+        line.append(f": {_where(first)} is not computed as trained", style="default")
+        return Text(f"within rounding end to end, but by itself: {_facts(first.serve)}")
+    line.append(f": the weights served at {first.site} are not the trained ones", style="default")
+    name = str(first.serve["text"]).partition(" ")[0]
+    return Text(f"{name}: norm {first.serve['norm']:.6g}, trained {first.train['norm']:.6g}")
 
 
 def _where(one: Divergence) -> str:
@@ -188,15 +221,16 @@ def _accept_length(accept: AcceptLength) -> list[str]:
         return lines
     depths = ", ".join(f"{depth}: {share:.0%}" for depth, share in enumerate(accept.predicted_by_depth, start=1))
     where = "from round to round" if accept.predicted_basis == "walk" else "at the roots of the server's rounds"
-    lines.append(
-        f"{accept.predicted:.2f} predicted by the training forward on these tokens "
-        f"({accept.predicted_rounds} rounds, {where}); by depth {depths}"
-    )
+    what = "predicted by the training forward on these tokens"
+    if not accept.comparable:
+        what = "is what the training forward gets with a chain on these tokens, and no forecast of the tree of "
+        what += f"{accept.branches} branches that the server drafted"
+    lines.append(f"{accept.predicted:.2f} {what} ({accept.predicted_rounds} rounds, {where}); by depth {depths}")
     if accept.undecided:
         lines.append(
             f"{accept.undecided} of these are not known at every depth: record the training side again with --replay"
         )
-    if accept.better or accept.worse:
+    if accept.comparable and (accept.better or accept.worse):
         lines.append(
             f"training would have had more accepted in {accept.better} of the server's rounds, fewer in {accept.worse}"
         )
@@ -242,7 +276,7 @@ def _table(results: Iterable[SiteResult]) -> Table:
         elif isinstance(metrics, IdMetrics):
             cells = [str(metrics.rows), "", f"{metrics.differing} differ", "0"]
         verdict = Text(result.verdict + (" *" if result.frontier else ""), style=_STYLE.get(result.verdict, ""))
-        table.add_row(result.site, str(result.step), *cells, verdict)
+        table.add_row(printable(result.site), str(result.step), *cells, verdict)
     return table
 
 
@@ -266,11 +300,9 @@ def _fit(line: Text, width: int) -> Text:
 
 
 def _printable(line: Text) -> Text:
-    """`line` without characters that steer a terminal: names and paths come from outside."""
-    if line.plain.isprintable():
-        return line
+    """`line` with what has no glyph shown as an escape, before it is cut to the width of the screen."""
     shown = line.copy()
-    shown.plain = "".join(one if one.isprintable() else "?" for one in line.plain)
+    shown.plain = printable(line.plain)
     return shown
 
 

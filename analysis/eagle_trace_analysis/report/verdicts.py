@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from rich.console import Console
 from rich.text import Text
 
+from eagle_trace.printable import printable
 from eagle_trace_analysis.diagnose import CauseVerdict, Diagnosis
 from eagle_trace_analysis.replay import Replayed
 
@@ -47,9 +48,11 @@ def print_rest(diagnosis: Diagnosis, console: Console, *, whole: bool) -> None:
         console.print(Text(f"not tested ({len(left)})", style="bold"))
         for one in left:
             _row(console, one.cause, _untested(one))
-    for line in _replay_lines(diagnosis.replay):
+    lines = list(replay_lines(diagnosis.replay))
+    if lines:
         console.print()
         console.print(Text("every step by itself", style="bold"))
+    for line in lines:
         _wrapped(console, line)
 
 
@@ -57,27 +60,40 @@ def _untested(one: CauseVerdict) -> str:
     return f"{one.evidence}; to test it: {one.fix}" if one.fix else one.evidence
 
 
-def _replay_lines(replay: tuple[Replayed, ...]) -> Iterator[str]:
+def replay_lines(replay: tuple[Replayed, ...]) -> Iterator[str]:
+    """How many steps follow from their own inputs, and how small a fault would have been seen; nothing if none was
+    recomputed.
+    """
     counts = {name: sum(one.verdict == name for one in replay) for name in ("reproduced", "faulty", "not replayed")}
     if counts["reproduced"] + counts["faulty"]:
         text = f"{counts['reproduced']} of {len(replay)} steps of the server follow from its own inputs as trained"
         names = list(dict.fromkeys(one.site for one in replay if one.verdict == "faulty"))
         text += f"; not so {', '.join(names)}" if names else ""
         yield text + (f" ({counts['not replayed']} not recomputed)" if counts["not replayed"] else "")
+    seen = [
+        (abs(found.coherent), found.limits.coherent, one)
+        for one in replay
+        if one.verdict == "reproduced"
+        and one.serve is not None
+        and (found := one.serve.systematic) is not None
+        # what is larger stands on too few rows to be anything
+        and abs(found.coherent) <= found.limits.coherent
+    ]
+    if seen:
+        share, limit, worst = max(seen, key=lambda item: item[0] / item[1])
+        yield (
+            f"the error that follows the inputs, as a fault's does and rounding does not, is at most {share:.1e} "
+            f"({worst.site}, step {worst.step}; {limit:.1e} allowed)"
+        )
 
 
 def _row(console: Console, name: str, text: str) -> None:
     room = max(30, console.width - INDENT - NAME_WIDTH)
-    for number, part in enumerate(Text(_plain(text)).wrap(console, room)):
+    for number, part in enumerate(Text(printable(text)).wrap(console, room)):
         head = f"{name:{NAME_WIDTH}}" if number == 0 else " " * NAME_WIDTH
         console.print(Text(" " * INDENT + head) + part, soft_wrap=True)
 
 
 def _wrapped(console: Console, text: str, style: str = "") -> None:
-    for part in Text(_plain(text)).wrap(console, max(30, console.width - INDENT)):
+    for part in Text(printable(text)).wrap(console, max(30, console.width - INDENT)):
         console.print(Text(" " * INDENT) + Text(part.plain.rstrip(), style=style), soft_wrap=True)
-
-
-def _plain(text: str) -> str:
-    """`text` without characters that steer a terminal: names of prompts and tensors come from outside."""
-    return text if text.isprintable() else "".join(one if one.isprintable() else "?" for one in text)
