@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -144,9 +144,14 @@ def test_a_forward_that_is_put_together_is_taken_whole_or_not_at_all(gate: threa
     one = begin(tmp_path / "t", max_wait=0.1)
     with one.together(0):
         put_call(one, 0)
-    with pytest.raises(ZeroDivisionError), one.together(1):
-        put_call(one, 1)
-        raise ZeroDivisionError
+
+    def break_off() -> None:
+        with one.together(1):
+            put_call(one, 1)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        break_off()
     with one.together(1):
         put_call(one, 1)
     assert one.flush()
@@ -163,7 +168,12 @@ def test_a_forward_that_is_put_together_is_taken_whole_or_not_at_all(gate: threa
 
 def test_what_sites_share_is_made_once() -> None:
     made: list[int] = []
-    memo = Memo(lambda batches: made.append(len(batches)) or len(made))
+
+    def make(batches: Sequence[Rows]) -> int:
+        made.append(len(batches))
+        return len(made)
+
+    memo = Memo(make)
     batches = [Rows.build(prompt_id=[0], root=[0], step=[0], token_id=[0], position=[0], call_id=n) for n in range(9)]
     assert [memo(batches), memo(list(batches)), memo(batches[:3]), memo(batches)] == [1, 1, 2, 1]
     for number in range(1, 9):
