@@ -35,7 +35,7 @@ ARM_SECONDS = 10.0
 BEGIN_SECONDS = 60.0
 SEAL_SECONDS = 600.0
 #: how long a server that is shut down may take to seal
-CLOSE_SECONDS = 5.0
+CLOSE_SECONDS = 4.0
 #: how long a recorder may take to say what it has counted, before what it said last is told again
 COUNT_SECONDS = 0.5
 WATCH_SECONDS = 0.2
@@ -318,7 +318,7 @@ class Control:
                     message: Message = rank.connection.recv()
                 except (EOFError, OSError):
                     rank.alive = False
-                    message = ("failed", None, "the scheduler process ended", "")
+                    message = ("failed", None, "the scheduler process ended", "", 0.0)
                 self._take(rank, message)
 
     def _greet(self, connection: Connection) -> None:
@@ -352,12 +352,16 @@ class Control:
             why = "another rank failed" if failures else stopped
             self._tell(packed(("finish", run.number, {}, why)))
         if failures:
-            self._close_run(run, {"outcome": "failed", "why": failures[0][0], "detail": failures[0][1]})
+            why, detail, _ = failures[0]
+            waited = max(seconds for *_, seconds in failures)
+            self._close_run(run, {"outcome": "failed", "why": why, "detail": detail, "waited_seconds": waited})
         elif all(rank.ended for rank in self._ranks):
             sealed = [rank.said["sealed"][0] for rank in self._ranks]
             # every rank writes files of its own
             written = {name: sum(one.get(name, 0) for one in sealed) for name in ("bytes", "files")}
-            self._close_run(run, {"outcome": "sealed", **sealed[0], **written, "stopped": stopped})
+            waited = max(one.get("waited_seconds", 0.0) for one in sealed)
+            ended = {"stopped": stopped, "waited_seconds": waited}
+            self._close_run(run, {"outcome": "sealed", **sealed[0], **written, **ended})
 
     def _armed(self) -> bool:
         facts = [rank.facts for rank in self._ranks if rank.facts]

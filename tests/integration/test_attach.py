@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import secrets
-import signal
 import subprocess
 import sys
 import time
@@ -17,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 
 from eagle_trace import Trace, open_trace
@@ -27,6 +25,7 @@ from eagle_trace_analysis import diff
 from eagle_trace_sglang.record import attach
 from tests.support.attached import Attached, server
 from tests.support.pairs import TARGET
+from tests.support.warm.start import Warm
 
 pytestmark = pytest.mark.integration
 
@@ -63,12 +62,12 @@ def idle(chain: Attached) -> Attached:
 
 
 @pytest.fixture(scope="module")
-def tree(folder: Path, deployed: Path) -> Iterator[Attached]:
+def tree(folder: Path, deployed: Path, warm: Warm) -> Iterator[Attached]:
     """A tree of four branches, eight tokens verified, in bf16; it has no key, and waits to be told."""
     place = folder / "tree"
     place.mkdir()
     arguments = ["--speculative-eagle-topk", "4", "--speculative-num-draft-tokens", "8", "--disable-radix-cache"]
-    with server(place, TARGET, deployed, *arguments, dtype="bfloat16", EAGLE_TRACE_REQUESTS="0") as running:
+    with warm(), server(place, TARGET, deployed, *arguments, dtype="bfloat16", EAGLE_TRACE_REQUESTS="0") as running:
         yield running
 
 
@@ -305,9 +304,10 @@ def test_a_killed_scheduler_leaves_a_partial_trace_and_a_clear_word(tree: Attach
         while not (len(tree.traces) > 1 and list(tree.traces[-1].glob("rows.parquet/*"))):
             assert time.monotonic() < deadline
             time.sleep(0.1)
-        for child in psutil.Process(tree.process.pid).children(recursive=True):
-            if "scheduler" in " ".join(child.cmdline()) or "scheduler" in child.name():
-                child.send_signal(signal.SIGKILL)
+        schedulers = [process for process in tree.processes if "scheduler" in "".join(process.cmdline())]
+        assert schedulers
+        for process in schedulers:
+            process.kill()
         with pytest.raises((HostError, RecordingError)):
             asked.result(120)
     partial = open_trace(tree.traces[-1], allow_partial=True)

@@ -80,7 +80,7 @@ class Rank:
                 continue
             if name == "begin":
                 self.number = number
-                self.say("recording") if self.begins else self.say("failed", "no room", "")
+                self.say("recording") if self.begins else self.say("failed", "no room", "", 0.0)
                 if self.dies:
                     time.sleep(0.3)
                     self.connection.close()
@@ -151,6 +151,7 @@ def test_a_scheduler_that_dies_ends_the_recording(control: Control, tmp_path: Pa
         "outcome": "failed",
         "why": "the scheduler process ended",
         "detail": "",
+        "waited_seconds": 0.0,
     }
     with pytest.raises(HostError):
         control.start(order(tmp_path, out=str(tmp_path / "other.trace")))
