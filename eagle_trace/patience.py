@@ -33,7 +33,8 @@ def refuse_one_more(place: object) -> None:
 
 def leave_behind(thread: threading.Thread) -> None:
     """Count a thread that nobody waits for any more, and which holds a little memory until its disk answers."""
-    _left_behind.append(thread)
+    if thread not in _left_behind:
+        _left_behind.append(thread)
 
 
 def within(seconds: float, work: Callable[[], Result], place: object) -> Result:
