@@ -224,3 +224,11 @@ def test_a_config_that_is_no_config_ends_check_and_export_in_a_sentence(
                 spoken.append(str(error))
     assert spoken
     assert all(sentence and "\n" not in sentence for sentence in spoken)
+
+
+def test_sections_that_training_had_not_are_warned_of_and_not_failed(healthy: Folders, tmp_path: Path) -> None:
+    config = flat_config(healthy)
+    config["rope_parameters"] = config["rope_parameters"] | {"rope_type": "mrope", "mrope_section": [2, 3, 3]}
+    draft = make.write_checkpoint(tmp_path, config, make.draft_tensors())
+    finding = only(check(draft, target=healthy.target, reference=healthy.draft), "rope", Status.WARN)
+    assert "the same for text" in finding.evidence
