@@ -128,6 +128,7 @@ def test_no_answer_waits_for_the_disk(running: Attached, disk: Disk, usual: list
     if fault == HANG:
         assert last["outcome"] == "failed"
         assert "too slow or hangs" in last["why"]
+        assert last["waited_seconds"] > 0, "the queue was never full"
         with pytest.raises(TraceUnsealedError):
             open_trace(place)
     else:

@@ -123,6 +123,7 @@ def test_no_step_waits_for_the_disk(
     disk.write_text("")
     if fault == HANG:
         assert "could not be finished" in caplog.text
+        assert running.waited > 0, "the queue was never full"
         with pytest.raises(TraceNotFoundError if when == "before" else TraceUnsealedError):
             open_trace(out)
     else:

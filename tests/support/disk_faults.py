@@ -26,13 +26,14 @@ LATE = 0.5
 
 
 #: everything that touches a trace
-_METHODS = ("is_folder", "make", "read", "exists", "sizes", "create", "write", "remove", "clear", "sink", "parquet")
-PLACES = [(store.Sink, "write"), *((store._LocalStore, name) for name in _METHODS)]
+PLACES = [(store.Sink, "write"), *((store._LocalStore, name) for name in sorted(store.Store.__abstractmethods__))]
 
 
 def hook() -> None:
     """Let everything that touches a trace pass the fault of the moment first."""
-    writer.QUEUE_BYTES = int(os.environ.get(QUEUE, writer.QUEUE_BYTES))
+    if QUEUE in os.environ:
+        # written to often, so that it fills while the disk hangs and not at the seal
+        writer.QUEUE_BYTES, writer.FLUSH_SECONDS = int(os.environ[QUEUE]), 0.5
     for owner, name in PLACES:
         setattr(owner, name, behind(getattr(owner, name)))
 
