@@ -69,10 +69,15 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Diff]:
     made["incomparable"] = diff(left, write_trace(folder / "incomparable-serve.trace", Side("serve"), PROMPTS))
     tokens = [replace(prompt, tokens=(3, *prompt.tokens[1:])) for prompt in others]
     made["tokens"] = diff(left, write_trace(folder / "tokens-serve.trace", Side("serve"), tokens))
+    servers = [
+        write_trace(folder / f"servers-{number}.trace", Side("serve", **options), PROMPTS, rounds=[ROUND])
+        for number, options in enumerate(CASES["values"])
+    ]
+    made["servers"] = diff(*servers)
     return made
 
 
-NAMES = [*CASES, "incomparable", "tokens"]
+NAMES = [*CASES, "incomparable", "tokens", "servers"]
 
 # ---- text
 # -------------------------------------------------------------------------------------------------------
