@@ -163,6 +163,10 @@ def _phrases() -> list[tuple[re.Pattern[str], str]]:
         (r"[Ss]erving", "<B>"),
         (r"train(?= (?:\d|\[|side|present|absent|token|position|norm|-))", "<A>"),
         (r"serve(?= (?:\d|\[|side|present|absent|token|position|norm|-))", "<B>"),
+        (r"(?<=\bin )train", "<A>"),
+        (r"(?<=\bin )serve", "<B>"),
+        (r"(?<=\()train(?=\))", "<A>"),
+        (r"(?<=\()serve(?=\))", "<B>"),
         (r"server", "<B>"),
     )
     return [(re.compile(start + pattern + end), words) for pattern, words in table]

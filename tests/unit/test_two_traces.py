@@ -143,7 +143,7 @@ def test_the_page_of_two_servers_speaks_of_them_alone(write: Any) -> None:
     body = page[page.index("<body") :]
     assert "A and B part at <code>embed</code>" in body
     assert "<th class='train'>A</th><th class='serve'>B</th>" in body
-    for words in ("in training", "in serving", "training would", "Training and serving"):
+    for words in ("in training", "in serving", "in train", "in serve", "training would", "Training and serving"):
         assert words not in body
 
 
@@ -173,6 +173,7 @@ def test_names_are_as_short_as_tells_the_two_apart(one: Any, two: Any, names: tu
         ("layer 0 of the server is training's 1", "layer 0 of B is A's 1"),
         ("set eps to 1e-6, as trained, in the deployed config", "set eps to 1e-6, as in A, in B's config"),
         ("(norm 2, trained 1)", "(norm 2, A 1)"),
+        ("carry in train, target.hidden.0 (serve)", "carry in A, target.hidden.0 (B)"),
         ("serve with --speculative-algorithm EAGLE3", "serve with --speculative-algorithm EAGLE3"),
         ("give --train-draft, or record --mode train", "give --train-draft, or record --mode train"),
         ("/data/train/serve.trace and 'training' stay", "/data/train/serve.trace and 'training' stay"),
