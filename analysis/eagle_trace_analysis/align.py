@@ -12,7 +12,7 @@ milliseconds, and sites that hold the same keys share one match.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 import numpy as np
@@ -32,6 +32,31 @@ _NOT_OF_A_REPLAY = [CODE_OF[reason] for reason in ("other-tokens", "answers-part
 _ROTATED = (".attn.q_rope", ".attn.k_rope")
 
 
+@dataclass(frozen=True)
+class Parting:
+    """Where two answers to one prompt part.
+
+    Attributes:
+        prompt_key: of which prompt.
+        at: index of the first token that differs, counted from the start of the prompt.
+        together: tokens of the answer before it, the same on both sides.
+        reference, other: the token of each side there.
+    """
+
+    prompt_key: str
+    at: int
+    together: int
+    reference: int
+    other: int
+
+    def words(self, reference: str, other: str) -> str:
+        """In words; `reference` and `other` are what the two traces are called."""
+        return (
+            f"prompt {self.prompt_key!r} at token {self.at}, after {self.together} equal tokens of the answer "
+            f"({self.reference} in {reference}, {self.other} in {other})"
+        )
+
+
 class Alignment:
     """The pairs of two traces, site by site, worked out when asked for.
 
@@ -48,7 +73,9 @@ class Alignment:
         self._numbers = {key: number for number, key in enumerate(_union(train.prompts, serve.prompts))}
         tables = train.table("prompts"), serve.table("prompts")
         self._given_train, self._given_serve = (_tokens_given(table, self._numbers) for table in tables)
-        self._cached = _tokens_cached(tables[1], self._numbers)
+        #: whether both were recorded on one side: two servers, or two trainers
+        self.same_side = train.side == serve.side
+        self._cached, self._cached_reference = (_tokens_cached(table, self._numbers) for table in tables[::-1])
         self._parted = _answers_part(*tables, self._numbers)
         on_serve = set(serve.prompts["prompt_key"])
         self.prompt_keys: list[str] = [key for key in train.prompts["prompt_key"] if key in on_serve]
@@ -84,6 +111,17 @@ class Alignment:
             serve=_excused(self.train, site, pairs.serve_keys),
         )
 
+    def partings(self) -> list[Parting]:
+        """Where answers to equal prompts part, prompt by prompt."""
+        of_train, of_serve = (_prompt_tokens(trace.table("prompts")) for trace in (self.train, self.serve))
+        found = []
+        for key in self.prompt_keys:
+            at = int(self._parted[self._numbers[key]])
+            if at < np.iinfo(np.int64).max:
+                (ours, prompt), (theirs, _) = of_train[key], of_serve[key]
+                found.append(Parting(key, at, at - prompt, int(ours[at]), int(theirs[at])))
+        return found
+
     def prompt_key(self, prompt_id: int) -> str:
         """Key of a prompt of the train side."""
         frame = self.train.prompts
@@ -106,6 +144,9 @@ class Alignment:
             fate[(fate == UNMATCHED) & (place >= given) & (place < own)] = CODE_OF["not-given"]
         cached = train.root < self._cached[np.minimum(numbers_t, len(self._cached) - 1)]
         pairs.train_fate[(pairs.train_fate == UNMATCHED) & cached] = CODE_OF["prefix-cache"]
+        if self.same_side:
+            cached = serve.root < self._cached_reference[np.minimum(numbers_s, len(self._cached_reference) - 1)]
+            pairs.serve_fate[(pairs.serve_fate == UNMATCHED) & cached] = CODE_OF["prefix-cache"]
         # two greedy answers may part for a rounding error of the target: what follows is no fault of the draft
         parted_t, parted_s = (
             rows.root + 1 >= self._parted[np.minimum(numbers, len(self._parted) - 1)]
@@ -114,6 +155,10 @@ class Alignment:
         pairs = pairs.without(parted_t[pairs.train], "answers-part")
         for fate, parted in ((pairs.train_fate, parted_t), (pairs.serve_fate, parted_s)):
             fate[(fate == UNMATCHED) & parted] = CODE_OF["answers-part"]
+        if self.same_side:
+            # each drafts from where its own rounds begin, which is nobody's fault
+            for fate, rows in ((pairs.train_fate, train), (pairs.serve_fate, serve)):
+                fate[(fate == UNMATCHED) & (rows.step > 0)] = CODE_OF["not-drafted"]
         if self.same_run:
             pairs.serve_fate[np.isin(pairs.serve_fate, _NOT_OF_A_REPLAY)] = UNMATCHED
         self._known.append(pairs)

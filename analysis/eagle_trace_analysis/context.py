@@ -26,6 +26,7 @@ from eagle_trace_analysis.loaded import Apart, apart
 from eagle_trace_analysis.recorded import Recorded, choose
 from eagle_trace_analysis.replay import Replay, Replayed, judge
 from eagle_trace_analysis.result import Diff, Divergence, SiteResult
+from eagle_trace_analysis.roles import in_order
 from eagle_trace_analysis.weights import Weights, weights_of
 
 Int = NDArray[np.int64]
@@ -49,12 +50,15 @@ class Context:
     """
 
     def __init__(self, diff: Diff, train: Trace, serve: Trace, checkpoints: Checkpoints | None = None) -> None:
+        train, serve = in_order(train, serve)
         self.diff, self.train, self.serve = diff, train, serve
         given = checkpoints or Checkpoints()
         self.train_path = given.train_draft or _path(train.manifest.draft)
         self.serve_path = given.serve_draft or _path(serve.manifest.draft)
         self.target_path = given.target or _path(serve.manifest.target) or _path(train.manifest.target)
         self.train_target_path = given.target or _path(train.manifest.target)
+        #: whether the reference is a training, and the other a server, in whose terms the causes are told
+        self.has_training, self.has_server = train.side == "train", serve.side == "serve"
         self.problems: dict[str, str] = {}
         self._results: dict[str, list[SiteResult]] = {}
         self.take(diff)
@@ -124,7 +128,11 @@ class Context:
     def trained_ids(self) -> list[int] | None:
         """Target layers of the training, by their inputs."""
         ids = self.train.manifest.draft.get("layer_ids")
-        if not ids and self.form is not None:
+        if not ids and not self.has_training and self.trained:
+            target = self.train_target
+            layers, architecture = (target.layers, target.architecture) if target else (None, None)
+            ids = engine.captured_inputs(self.trained, layers, architecture)
+        elif not ids and self.form is not None:
             ids = self.form.layer_ids
         return [int(i) for i in ids] if ids else None
 
@@ -179,14 +187,18 @@ class Context:
             return None
         target = self.train_target
         embedding = target.embedding if target is not None else None
-        return weights_of(self.train_draft, self.serve.manifest.dtype, embedding)
+        weights = weights_of(self.train_draft, self.serve.manifest.dtype, embedding)
+        if not self.has_training and embedding is not None:
+            # a server shares its target's embedding with the draft, whatever the draft ships
+            weights = weights.borrowing("embed_tokens.weight", embedding)
+        return weights
 
     # ---- static findings -----------------------------------------------------------------------------------
 
     @cached_property
     def subject(self) -> Subject | None:
         """The deployed draft beside the trained one, for the static checks."""
-        if self.serve_draft is None or self.serve_path is None:
+        if self.serve_draft is None or self.serve_path is None or not self.has_server:
             return None
         reference = self.train_path if self.train_draft is not None else None
         try:
@@ -237,6 +249,8 @@ class Context:
     @property
     def no_replay(self) -> str:
         """Why there is no replay."""
+        if self.form is None and not self.has_training:
+            return "the reference holds no config of the draft to recompute it by"
         if self.form is None:
             return "the train trace holds no config of the draft to recompute it by"
         if self.train_draft is None:

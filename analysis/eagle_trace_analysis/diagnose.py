@@ -86,7 +86,7 @@ def diagnose(diff: Diff, train: Trace, serve: Trace, checkpoints: Checkpoints | 
         train, serve: the traces.
         checkpoints: folders that override those of the manifests.
     """
-    return _diagnose(Context(diff, train, serve, checkpoints))
+    return diff.roles.said(_diagnose(Context(diff, train, serve, checkpoints)))
 
 
 def _diagnose(context: Context) -> Diagnosis:
@@ -113,7 +113,7 @@ def diagnosed(diff: Diff, train: Trace, serve: Trace, checkpoints: Checkpoints |
         return diff
     context = Context(diff, train, serve, checkpoints)
     diagnosis = _diagnose(context)
-    return replace(context.diff, diagnosis=diagnosis)
+    return diff.roles.said(replace(context.diff, diagnosis=diagnosis))
 
 
 def look_at_all(context: Context) -> None:
@@ -122,7 +122,7 @@ def look_at_all(context: Context) -> None:
         for name, cause in REGISTRY.items():
             if cause.last == last:
                 try:
-                    context.outcomes[name] = cause.check(context)
+                    context.outcomes[name] = cause.untestable(context) or cause.check(context)
                 except EagleTraceError as error:
                     context.outcomes[name] = not_tested(str(error), RECORD_VALUES)
 

@@ -1,4 +1,4 @@
-"""Diff: numbers for every site, and the first place where train and serve part."""
+"""Diff: numbers for every site, and the first place where two traces part."""
 
 from __future__ import annotations
 
@@ -28,11 +28,12 @@ from eagle_trace_analysis.compare import Compared, SiteFold, ValuesFold, WholeSi
 from eagle_trace_analysis.fold import Executor, Threads, fold
 from eagle_trace_analysis.frontier import find_frontier, shape_order
 from eagle_trace_analysis.metrics import IdMetrics, Metrics
-from eagle_trace_analysis.pairs import SKIP_REASONS, Coverage, Pairs
+from eagle_trace_analysis.pairs import Coverage, Pairs, skipped_because
 from eagle_trace_analysis.params import differing, other_form
 from eagle_trace_analysis.prediction import predict
 from eagle_trace_analysis.ranks import check_ranks
 from eagle_trace_analysis.result import Diff, Divergence, Note, SiteResult
+from eagle_trace_analysis.roles import Roles, in_order
 from eagle_trace_analysis.sketch import WORDS, compare_sketches, has_sketch, widened
 from eagle_trace_analysis.tolerance import Tolerance, Tolerances
 from eagle_trace_analysis.topk import check_topk
@@ -50,8 +51,18 @@ _STATISTIC = {
 }
 
 
-def diff(train: Trace, serve: Trace, *, minimum_share: float = MINIMUM_SHARE, executor: Executor | None = None) -> Diff:
+def diff(
+    reference: Trace,
+    other: Trace,
+    *,
+    minimum_share: float = MINIMUM_SHARE,
+    executor: Executor | None = None,
+    floors: Trace | None = None,
+) -> Diff:
     """Compare two traces of the same prompts and name the first place where they part.
+
+    Of a train and a serve trace the train trace is the reference, in whichever order they are given. Two traces of one
+    side, such as two servers, are compared with the first as the reference.
 
     Works at the lower of the two levels: ``shapes`` compares shapes, presence, tokens and positions;
     ``stats`` also norms, largest elements and means; ``sketch`` estimates the errors of rows
@@ -59,39 +70,40 @@ def diff(train: Trace, serve: Trace, *, minimum_share: float = MINIMUM_SHARE, ex
     with the traces.
 
     Args:
-        train: the train side.
-        serve: the serve side.
-        minimum_share: share (0..1) of the serve side's comparable rows that must be matched before the traces
+        reference: what is taken to be right.
+        other: what is held against it.
+        minimum_share: share (0..1) of the other trace's comparable rows that must be matched before the traces
             can be said to agree. Rows that are skipped for a reason (`align.SKIP_REASONS`) are not
             comparable.
         executor: who compares the values (`eagle_trace_analysis.fold`); the cores of this machine if None. The result
             is the same to the last bit.
+        floors: a train trace of the same draft whose measured rounding floors are used, where the reference has none.
 
     Raises:
-        IncomparableError: not one train and one serve trace, in this order.
+        IncomparableError: `floors` is of no use here.
         TraceError: a file cannot be read.
     """
-    _check_sides(train, serve)
-    return _Comparison(train, serve, executor or Threads()).run(minimum_share)
+    train, serve = in_order(reference, other)
+    if floors is not None:
+        _check_floors(train, floors)
+    found = _Comparison(train, serve, executor or Threads(), floors).run(minimum_share)
+    return found.roles.said(found)
 
 
-def _check_sides(train: Trace, serve: Trace) -> None:
-    if train.side == serve.side:
+def _check_floors(train: Trace, floors: Trace) -> None:
+    if floors.table("floors").num_rows == 0:
         raise IncomparableError(
-            f"{train.path} and {serve.path} are both {train.side} traces: "
-            "diff compares a train trace with a serve trace"
+            f"{floors.path} holds no rounding floors to lend: give the trace of a training (record --mode train)"
         )
-    if (train.side, serve.side) != ("train", "serve"):
-        raise IncomparableError(
-            f"{train.path} is the {train.side} trace and {serve.path} the {serve.side} trace: "
-            f"give the train trace first (eagle-trace diff {serve.path} {train.path})"
-        )
+    if train.table("floors").num_rows:
+        raise IncomparableError(f"{train.path} has measured floors of its own: leave --floors out")
 
 
 class _Comparison:
     """One run of `diff`."""
 
-    def __init__(self, train: Trace, serve: Trace, executor: Executor) -> None:
+    def __init__(self, train: Trace, serve: Trace, executor: Executor, floors: Trace | None = None) -> None:
+        self.roles = Roles.of({"train": provenance(train), "serve": provenance(serve)})
         self.train = train
         self.serve = serve
         self.executor = executor
@@ -101,7 +113,7 @@ class _Comparison:
         self.shapes: tuple[Shapes, Shapes] = (shapes_of(train), shapes_of(serve))
         self.sites = self._known_sites()
         widths = {site: max(width for width, _ in seen) for side in self.shapes for site, seen in side.items()}
-        self.tolerances = Tolerances(self.sites, train, serve, widths)
+        self.tolerances = Tolerances(self.sites, train, serve, widths, floors)
         self.alignment: Alignment = align(train, serve)
         self._logit_errors: tuple[NDArray[np.int64], NDArray[np.float64]] = (
             np.zeros(0, dtype=np.int64),
@@ -118,7 +130,11 @@ class _Comparison:
         ordered = self._in_order({node: replace(result, frontier=node in frontier) for node, result in results.items()})
         if reason is None and not frontier:
             reason = self._too_little(minimum_share) or self._no_numbers(results)
-        accept = predict(accept_length(self.serve), self.train, self.serve)
+        accept = accept_length(self.serve)
+        if self.serve.side != self.train.side:
+            accept = predict(accept, self.train, self.serve)
+        else:
+            accept = replace(accept, reference=accept_length(self.train).observed)
         if reason is None and not frontier and (text := contradiction(accept)) is not None:
             self.notes.append(Note("accept-length", text))
         return Diff(
@@ -178,8 +194,13 @@ class _Comparison:
             f"only {coverage.matched} of {comparable} comparable serve rows ({coverage.share:.0%}) "
             f"have a train row, fewer than {minimum_share:.0%}: "
             f"{_both(_extent(self.train), _extent(self.serve), 'rows')}{self._ended_early()}. "
-            f"Record the train side with --replay {self.serve.path}, or lower --minimum-share"
+            f"{self._record_again()}, or lower --minimum-share"
         )
+
+    def _record_again(self) -> str:
+        if self.roles.usual:
+            return f"Record the train side with --replay {self.serve.path}"
+        return "Record both on the same prompts, greedily and as far"
 
     def _no_numbers(self, results: Results) -> str | None:
         """Agreement above level shapes must speak of numbers."""
@@ -268,7 +289,7 @@ class _Comparison:
     def _result(self, name: str, step: int, pairs: Pairs, found: Compared | None) -> SiteResult:
         coverage = pairs.coverage(step)
         if found is None:
-            return SiteResult(name, step, coverage, reason=_why_no_rows(coverage))
+            return SiteResult(name, step, coverage, reason=_why_no_rows(coverage, self.roles))
         dtypes = [one.dtype for trace in (self.train, self.serve) for one in trace.site_data(name)]
         tolerance = self.tolerances.of(name, step, dtypes)
         metrics = found.metrics
@@ -305,6 +326,8 @@ class _Comparison:
         steps = self.alignment.rows.train_keys.step[self.alignment.rows.train]
         if len(steps) and not steps.any() and self.serve.rows.step.any():
             text = "only step 0 was compared: record the train side with --replay to compare draft steps too"
+            if not self.roles.usual:
+                text = "only step 0 was compared: the two have no draft row in common"
             self.notes.append(Note("draft-steps", text))
         lacking = self.alignment.coverage.unmatched_serve
         if self.alignment.same_run and lacking:
@@ -321,6 +344,8 @@ class _Comparison:
             )
         if self.level == "sketch":
             self.notes.append(Note("sketch", WORDS))
+        if not self.roles.usual:
+            self._add_partings()
         for trace in (self.train, self.serve):
             if trace.unchecked:
                 text = f"{trace.path} has no checksums ({len(trace.unchecked)} files): damage may go unnoticed"
@@ -343,6 +368,16 @@ class _Comparison:
         digests = {self.train.manifest.prompts_digest, self.serve.manifest.prompts_digest}
         if len(digests) > 1 and "" not in digests:
             self.notes.append(Note("prompts-digest", "the two sides were recorded on different sets of prompts"))
+
+    def _add_partings(self) -> None:
+        """Where greedy answers part: at which token, how long they ran together, and that nothing follows from it."""
+        parted = self.alignment.partings()
+        if not parted:
+            return
+        said = "; ".join(one.words(self.roles.reference, self.roles.other) for one in parted[:_LISTED])
+        more = f"; and {len(parted) - _LISTED} more" if len(parted) > _LISTED else ""
+        text = f"{len(parted)} of {len(self.alignment.prompt_keys)} answers part: {said}{more}. Up to there rows are "
+        self.notes.append(Note("answers-part", text + "compared; what follows a parting is not, and is no divergence"))
 
 
 def _some(names: Sequence[str]) -> str:
@@ -367,12 +402,12 @@ def _numeric_divergence(
     return Divergence(site, step, "values", why, {}, {}, statistic=name, value=value, allowed=allowed)
 
 
-def _why_no_rows(coverage: Coverage) -> str:
+def _why_no_rows(coverage: Coverage, roles: Roles) -> str:
     if not coverage.train_rows or not coverage.serve_rows:
         return f"rows on the {'serve' if coverage.serve_rows else 'train'} side only"
     reasons = list(coverage.skipped_serve or coverage.skipped_train)
     if reasons and not coverage.unmatched_serve:
-        return SKIP_REASONS[reasons[0]]
+        return skipped_because(reasons[0], roles)
     return "both sides have rows, none in common"
 
 

@@ -21,7 +21,7 @@ from eagle_trace_analysis.align import lookup
 from eagle_trace_analysis.metrics import relative_error
 from eagle_trace_analysis.recorded import Recorded
 from eagle_trace_analysis.result import Diff
-from eagle_trace_analysis.tolerance import ONE_ROUNDING, UNIT
+from eagle_trace_analysis.tolerance import ONE_ROUNDING, UNIT, shares_features
 
 Int = NDArray[np.int64]
 Real = NDArray[Any]
@@ -203,6 +203,6 @@ def _allowed(diff: Diff, train: Trace, serve: Trace, sites: list[str]) -> dict[s
     unit = max(UNIT.get(trace.manifest.dtype, UNIT["float32"]) for trace in (train, serve))
     layers = int(train.manifest.target.get("num_hidden_layers") or 32)
     fallback = 4 * ONE_ROUNDING * unit * (32.0 * layers) ** 0.5
-    if train.manifest.settings.get("features") == "serve":
+    if shares_features(train, serve):
         fallback = 0.0
     return {site: known.get(site, max(floors.get(site, 0.0), fallback)) for site in sites}

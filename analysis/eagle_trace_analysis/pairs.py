@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eagle_trace.capture import Rows
+from eagle_trace_analysis.roles import Roles
 
 Int = NDArray[np.int64]
 Bool = NDArray[np.bool_]
@@ -24,7 +25,21 @@ SKIP_REASONS = {
     "prefix-cache": "the server took this position from its prefix cache and computed nothing for it",
     "not-materialised": "the other side never computes the site for this row",
     "position-offset": "positions differ by a constant, so rotated vectors differ and attention does not",
+    "not-drafted": "the other side drafted nothing there: its rounds begin at other roots, or take fewer steps",
 }
+#: what some of them mean between two traces of one side
+_OF_ONE_SIDE = {
+    "other-branch": "the row sees another branch of a draft tree, so it is no chain's",
+    "answers-part": "the two answers part before this row",
+    "prefix-cache": "a server took this position from its prefix cache and computed nothing for it",
+}
+
+
+def skipped_because(reason: str, roles: Roles) -> str:
+    """Why rows were skipped, in words for these two traces."""
+    return SKIP_REASONS[reason] if roles.usual else _OF_ONE_SIDE.get(reason, SKIP_REASONS[reason])
+
+
 MATCHED, UNMATCHED = 0, 1
 CODE_OF = {reason: code for code, reason in enumerate(SKIP_REASONS, start=2)}
 

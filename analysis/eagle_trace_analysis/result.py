@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from eagle_trace_analysis.metrics import IdMetrics, Metrics
 from eagle_trace_analysis.pairs import Coverage
+from eagle_trace_analysis.roles import Roles
 from eagle_trace_analysis.sketch import ROW_ERROR
 from eagle_trace_analysis.tolerance import Tolerance
 
@@ -136,6 +137,7 @@ class AcceptLength:
         undecided: of `predicted_rounds`, those not known at every depth.
         better, worse: of the server's rounds, those where training would have had more accepted, or fewer.
         branches: most branches that a proposed token had: 1 for a chain. What is predicted is always a chain's.
+        reference: of two servers, what the reference got; None for another pair.
     """
 
     observed: float | None
@@ -150,6 +152,7 @@ class AcceptLength:
     better: int = 0
     worse: int = 0
     branches: int = 1
+    reference: float | None = None
 
     @property
     def comparable(self) -> bool:
@@ -159,7 +162,8 @@ class AcceptLength:
 
 @dataclass(frozen=True)
 class Diff:
-    """The result of comparing a train trace with a serve trace.
+    """The result of comparing two traces. Of any pair the reference is called ``train`` and the other ``serve``
+    (`eagle_trace_analysis.roles`).
 
     Attributes:
         sites: every site and step, in (step, forward order).
@@ -186,6 +190,11 @@ class Diff:
     tolerance: str
     traces: Mapping[str, Mapping[str, Any]]
     diagnosis: Diagnosis | None = None
+
+    @property
+    def roles(self) -> Roles:
+        """What the two traces are called where a reader is told of them."""
+        return Roles.of(self.traces)
 
     @property
     def captures(self) -> Coverage:

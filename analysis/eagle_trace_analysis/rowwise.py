@@ -16,6 +16,7 @@ from eagle_trace_analysis.align import Alignment, align, lookup, topk_starts
 from eagle_trace_analysis.metrics import stats_error
 from eagle_trace_analysis.pairs import Pairs
 from eagle_trace_analysis.result import Diff
+from eagle_trace_analysis.roles import in_order
 from eagle_trace_analysis.sketch import has_sketch, row_errors
 from eagle_trace_analysis.sums import Accumulator, Sums
 
@@ -31,6 +32,8 @@ def open_traces(diff: Diff, train: Trace | None = None, serve: Trace | None = No
     Raises:
         TraceNotFoundError: a trace is no longer there (pass it in).
     """
+    if train is not None and serve is not None:
+        train, serve = in_order(train, serve)
     found = [
         given or open_trace(str(diff.traces[side]["path"]), allow_partial=True)
         for side, given in (("train", train), ("serve", serve))

@@ -139,14 +139,24 @@ class Tolerances:
         train: the train trace; its floors are used if they were measured in the pair's dtype.
         serve: the serve trace.
         widths: elements of a row, by site.
+        floors: the train trace that lends its floors, where `train` is none.
     """
 
-    def __init__(self, sites: Sequence[Site], train: Trace, serve: Trace, widths: Mapping[str, int]) -> None:
+    def __init__(
+        self,
+        sites: Sequence[Site],
+        train: Trace,
+        serve: Trace,
+        widths: Mapping[str, int],
+        floors: Trace | None = None,
+    ) -> None:
         self._sites = {site.name: site for site in sites}
         self._widths = widths
         self.dtype = lower_dtype([train.manifest.dtype, serve.manifest.dtype])
-        self._floors = _read_floors(train)
-        self.shared_features = train.manifest.settings.get("features") == "serve"
+        self._lent = floors
+        self._two_servers = (train.side, serve.side) == ("serve", "serve")
+        self._floors = _read_floors(floors or train)
+        self.shared_features = shares_features(train, serve)
         measured_drift = any(site.startswith(_TARGET) and dtype == self.dtype for site, _, dtype in self._floors)
         self._drift_layers = 0 if self.shared_features or measured_drift else _target_layers([train, serve])
         self._ancestors = cache(self._find_ancestors)
@@ -174,12 +184,15 @@ class Tolerances:
     @property
     def provenance(self) -> str:
         """One sentence on where the tolerances of this pair come from."""
+        if not self._floors and self._two_servers:
+            return f"analytic only, {self.dtype}: no train trace lends a measured rounding floor (--floors)"
         if not self._floors:
             return f"analytic only, {self.dtype}: the train trace measured no rounding floor"
         dtypes = sorted({dtype for _, _, dtype in self._floors})
         if self.dtype not in dtypes:
             return f"analytic only, {self.dtype}: the train trace measured its floor in {', '.join(dtypes)}"
-        return f"{FACTOR:.0f} x the larger of the measured and the analytic floor, {self.dtype}"
+        lent = f" ({self._lent.path} lends the measured one)" if self._lent is not None else ""
+        return f"{FACTOR:.0f} x the larger of the measured and the analytic floor, {self.dtype}{lent}"
 
     def roundings(self, site: str, step: int, dtype: str) -> float:
         """R: roundings on the way to a site, those of every ancestor counted once."""
@@ -237,6 +250,15 @@ def sources(sites: Mapping[str, Site], name: str, step: int) -> list[tuple[str, 
 
 def _has_step(site: Site, step: int) -> bool:
     return site.steps == "all" or (site.steps == "first") == (step == 0)
+
+
+def shares_features(train: Trace, serve: Trace) -> bool:
+    """Whether both sides were fed the very same target features, so that no drift of the target is allowed for."""
+    given = [trace.manifest.settings.get("features") for trace in (train, serve)]
+    if train.side == serve.side:
+        replayed = [trace.manifest.settings.get("replayed") for trace in (train, serve)]
+        return given == ["serve", "serve"] and bool(replayed[0]) and replayed[0] == replayed[1]
+    return given[0] == "serve"
 
 
 def _read_floors(train: Trace) -> dict[tuple[str, int, str], dict[str, float]]:

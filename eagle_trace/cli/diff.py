@@ -1,4 +1,4 @@
-"""`eagle-trace diff`: compare a train trace with a serve trace."""
+"""`eagle-trace diff`: compare two traces."""
 
 from __future__ import annotations
 
@@ -34,8 +34,17 @@ class Sites(StrEnum):
 
 
 def diff(
-    train: Annotated[str, typer.Argument(help="Trace of the training side: a folder, or a URL.", show_default=False)],
-    serve: Annotated[str, typer.Argument(help="Trace of the serving side.", show_default=False)],
+    reference: Annotated[
+        str,
+        typer.Argument(
+            help="Trace that is taken to be right: a folder, or a URL. A train trace is, wherever it stands.",
+            show_default=False,
+        ),
+    ],
+    other: Annotated[
+        str,
+        typer.Argument(help="Trace that is held against it: of a server, or of another trainer.", show_default=False),
+    ],
     format: Annotated[
         Format,
         typer.Option(help="text; html: one file with plots, needs --out; json: for programs (docs/diff-json.md)."),
@@ -46,19 +55,29 @@ def diff(
     out: Annotated[Path | None, typer.Option(help="Write the report to this file.", show_default=False)] = None,
     minimum_share: Annotated[
         float,
-        typer.Option(min=0.0, max=1.0, help="Share of the comparable serve rows that must be matched to agree."),
+        typer.Option(min=0.0, max=1.0, help="Share of OTHER's comparable rows that must be matched to agree."),
     ] = 0.5,
     diagnose: Annotated[bool, typer.Option("--diagnose/--no-diagnose", help="Look for the cause, too.")] = True,
     train_draft: Annotated[
         Path | None,
-        typer.Option(help="Trained draft, if no longer where the train trace says.", show_default=False),
+        typer.Option(
+            help="Draft of REFERENCE (the trained one), if no longer where its trace says.", show_default=False
+        ),
     ] = None,
     serve_draft: Annotated[
         Path | None,
-        typer.Option(help="Deployed draft, if no longer where the serve trace says.", show_default=False),
+        typer.Option(help="Draft of OTHER (the deployed one), if no longer where its trace says.", show_default=False),
     ] = None,
     target: Annotated[
         Path | None, typer.Option(help="Target, if no longer where the traces say.", show_default=False)
+    ] = None,
+    floors: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TRACE",
+            help="Two servers: a train trace of the same draft that lends its measured rounding floors.",
+            show_default=False,
+        ),
     ] = None,
     allow_partial: Annotated[bool, typer.Option("--allow-partial", help="Read what is whole of a trace.")] = False,
     workers: Annotated[
@@ -74,6 +93,9 @@ def diff(
     force: Annotated[bool, typer.Option("--force", help="Replace --out if it exists.")] = False,
 ) -> None:
     """Compare two traces and name the first place where they part.
+
+    A training with a server, two servers (releases, options, precisions, a healthy and a faulty one), or two
+    trainings: docs/two-traces.md.
 
     Exit status: 0 the traces agree, 1 they diverge, 2 they could not be compared.
     """
@@ -93,20 +115,23 @@ def diff(
         if out is None:
             raise UsageError("--format html needs a file to write to: --out report.html")
         require_plotly()
-    traces = [open_trace(path, allow_partial=allow_partial) for path in (train, serve)]
+    from eagle_trace_analysis.roles import in_order
+
+    train, serve = in_order(*(open_trace(path, allow_partial=allow_partial) for path in (reference, other)))
+    lent = open_trace(floors, allow_partial=allow_partial) if floors is not None else None
     for folder in (train_draft, serve_draft, target):
         if folder is not None and not folder.is_dir():
             raise UsageError(f"{folder} is no folder: give the folder of a checkpoint")
     with _executor(workers, scheduler) as executor:
-        result = compare(*traces, minimum_share=minimum_share, executor=executor)
+        result = compare(train, serve, minimum_share=minimum_share, executor=executor, floors=lent)
     if diagnose:
         from eagle_trace_analysis.diagnose import Checkpoints, diagnosed
 
-        result = diagnosed(result, traces[0], traces[1], Checkpoints(train_draft, serve_draft, target))
+        result = diagnosed(result, train, serve, Checkpoints(train_draft, serve_draft, target))
     if out is not None:
         text = render(result, sites=sites.value)
         if format is Format.html:
-            _write(out, render_html(result, train=traces[0], serve=traces[1]))
+            _write(out, render_html(result, train=train, serve=serve))
             sys.stdout.write("".join(text.splitlines(keepends=True)[:3]))
         else:
             _write(out, to_json_text(result) if format is Format.json else text)

@@ -134,6 +134,14 @@ def test_a_fault_inside_the_engine(fault: str, engine: Callable[[str], Trace], t
     expect(looked_at(train(replay=served.path), served), *IN_THE_ENGINE[fault])
 
 
+@pytest.mark.parametrize("fault", IN_THE_ENGINE)
+def test_a_fault_inside_the_engine_is_the_same_one_between_two_servers(
+    fault: str, engine: Callable[[str], Trace]
+) -> None:
+    healthy, served = engine(""), engine(fault)
+    expect(diagnosed(diff(healthy, served), healthy, served), *IN_THE_ENGINE[fault])
+
+
 def test_a_constant_shift_of_all_positions_is_benign(engine: Callable[[str], Trace], train: Make) -> None:
     served = engine("positions-everywhere")
     result = looked_at(train(replay=served.path), served)

@@ -76,6 +76,16 @@ def test_another_release_records_a_healthy_pair(other: Trace, train: Callable[..
     assert result.accept_length.observed >= 1.8
 
 
+def test_two_releases_agree_and_are_called_by_their_versions(other: Trace, serve: Callable[..., Trace]) -> None:
+    installed = serve()
+    result = diagnosed(diff(other, installed), other, installed)
+    assert result.verdict == "agree", (result.first_divergence, result.incomparable)
+    assert result.diagnosis is not None
+    assert result.diagnosis.confirmed == ()
+    assert result.coverage.matched > 100
+    assert (result.roles.reference, result.roles.other) == (f"sglang {RELEASE}", f"sglang {TESTED[0]}")
+
+
 def test_it_is_one_of_the_supported_and_says_what_it_cannot(other: Trace) -> None:
     assert RELEASE in TESTED
     (warning,) = other.manifest.warnings

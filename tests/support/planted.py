@@ -68,24 +68,30 @@ def copy_checkpoint(source: Path, out: Path, config: Edit | None, tensors: Edit 
     return out, data
 
 
-def run(planted: Planted, folder: Path, dtype: str = "float32") -> tuple[Diff, Trace, Trace]:
-    """Record both sides with the fault, compare them and look for the cause."""
-    export(DRAFT, folder / "exported", target=TARGET)
+def serving(planted: Planted, folder: Path, dtype: str = "float32") -> Trace:
+    """Record the server with the fault; the healthy folder it was deployed from is ``exported`` in `folder`."""
+    if not (folder / "exported").exists():
+        export(DRAFT, folder / "exported", target=TARGET)
     deployed, flat = copy_checkpoint(folder / "exported", folder / "deployed", planted.config, planted.stored)
-    trained, nested = copy_checkpoint(DRAFT, folder / "trained", planted.trained, planted.trained_stored)
-    sides = []
-    for config, edit, change, source in (
-        (flat, planted.serve_tensors, planted.serve, DRAFT),
-        (nested, planted.train_tensors, planted.train, trained),
-    ):
-        tensors = read_tensors(source)
-        if edit is not None:
-            edit(tensors)
-        sides.append(Doing(config, tensors, **change))
+    side = _side(flat, planted.serve_tensors, planted.serve, DRAFT)
     params = {"params": read_tensors(DRAFT)} if planted.loaded else {}
     options = {**params, **planted.serve_write}
-    serve = write_side(folder / "serve.trace", "serve", sides[0], dtype=dtype, draft=deployed, **options)
+    return write_side(folder / "serve.trace", "serve", side, dtype=dtype, draft=deployed, **options)
+
+
+def _side(config: dict[str, Any], edit: Edit | None, change: Change, source: Path) -> Doing:
+    tensors = read_tensors(source)
+    if edit is not None:
+        edit(tensors)
+    return Doing(config, tensors, **change)
+
+
+def run(planted: Planted, folder: Path, dtype: str = "float32") -> tuple[Diff, Trace, Trace]:
+    """Record both sides with the fault, compare them and look for the cause."""
+    serve = serving(planted, folder, dtype)
+    trained, nested = copy_checkpoint(DRAFT, folder / "trained", planted.trained, planted.trained_stored)
+    side = _side(nested, planted.train_tensors, planted.train, trained)
     train = write_side(
-        folder / "train.trace", "train", sides[1], dtype=dtype, draft=trained, replay=serve, **planted.train_write
+        folder / "train.trace", "train", side, dtype=dtype, draft=trained, replay=serve, **planted.train_write
     )
     return diagnosed(diff(train, serve), train, serve), train, serve

@@ -12,7 +12,6 @@ import pytest
 
 from eagle_trace import Trace
 from eagle_trace.capture import Rows
-from eagle_trace.errors import IncomparableError
 from eagle_trace_analysis import Diff, IdMetrics, Metrics, diff
 from tests.support.synthetic import (
     DRAFT_VOCAB,
@@ -260,12 +259,6 @@ def test_the_same_prompts_without_replay_agree_and_say_that_no_draft_step_was_co
     result = diff(write("train", short), write("serve"))
     assert result.verdict == "agree", result.incomparable
     assert "draft-steps" in [note.name for note in result.notes]
-
-
-@pytest.mark.parametrize("sides", [("serve", "serve"), ("train", "train"), ("serve", "train")])
-def test_the_wrong_sides_are_refused(sides: tuple[str, str], write: Any) -> None:
-    with pytest.raises(IncomparableError, match="both" if sides[0] == sides[1] else "train trace first"):
-        diff(*(write(side) for side in sides))
 
 
 def test_a_site_without_rows_in_common_is_not_said_to_agree(write: Any) -> None:

@@ -238,6 +238,7 @@ CAUSES = (
         "Run the draft over accepted tokens after each verify round.",
         ("layer.0.attn.context",),
         check_refresh,
+        of_server=True,
     ),
     Cause(
         "kv-cached-prefix",
@@ -246,5 +247,6 @@ CAUSES = (
         "Serve with --disable-radix-cache, or flush the cache when the draft changes.",
         ("layer.0.attn.context",),
         check_prefix,
+        of_server=True,
     ),
 )

@@ -67,6 +67,8 @@ class Cause:
         sites: where it shows first; ``layer.0`` stands for every layer.
         check: looks at a pair of traces.
         last: looks when the others have (`Context.outcomes`), since what they explain is none of its business.
+        of_training: is about how the draft was trained, so that without a train trace there is nothing to look at.
+        of_server: is about what only a server does (rounds, caches, requests), so that it needs a serve trace.
     """
 
     name: str
@@ -76,8 +78,19 @@ class Cause:
     sites: tuple[str, ...]
     check: Callable[[Context], Outcome]
     last: bool = False
+    of_training: bool = False
+    of_server: bool = False
+
+    def untestable(self, context: Context) -> Outcome | None:
+        """Why the cause cannot be looked at in a pair of two servers, or of two trainers; None if it can."""
+        if self.of_training and not context.has_training:
+            return not_tested(NO_TRAINING, "hold the server against a train trace (record --mode train --replay)")
+        if self.of_server and not context.has_server:
+            return not_tested("no serve trace", "hold a serve trace against the reference")
+        return None
 
 
+NO_TRAINING = "no training trace"
 RECORD_VALUES = (
     "record both sides with --level values and give the checkpoints (--train-draft, --serve-draft, --target)"
 )

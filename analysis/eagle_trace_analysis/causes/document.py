@@ -27,6 +27,10 @@ of the manifests, or of `--train-draft`, `--serve-draft` and `--target`.
 explains more steps, or is what the deployed folder says. The others are *not tested*, "equally good here". Two faults
 that meet in one step are both confirmed where the deployed folder says both and neither explains the step alone.
 
+**Two servers, two trainers** (docs/two-traces.md): the reference stands for the training, with the config and
+the weights of its own folder, and "the server" is the other trace. Causes that are about the training itself are *not
+tested*: "no training trace"; between two trainers, those about what only a server does.
+
 What no confirmed cause brings down to rounding is listed as *not explained*, so that an unknown cause is not taken for
 a known one; so is a step that a confirmed cause makes better and not right. Two traces cannot show what both sides do
 wrong alike.

@@ -12,6 +12,8 @@ from eagle_trace_analysis.replay import Replay, Replayed
 
 def own_embedding(context: Context) -> tuple[bool | None, str]:
     """Whether the draft trained an embedding other than its target's, and the figures; None if not to be known."""
+    if not context.has_training:
+        return False, "a server shares its target's embedding with the draft"
     draft = context.train_draft
     own = draft.tensors.get("embed_tokens.weight") if draft else None
     theirs = context.train_target.embedding if context.train_target else None
@@ -57,5 +59,6 @@ CAUSES = (
         "Train with a frozen embedding, or serve with an engine that keeps the draft's own.",
         ("embed",),
         check_replaced,
+        of_training=True,
     ),
 )

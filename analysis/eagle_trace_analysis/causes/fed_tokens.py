@@ -223,5 +223,6 @@ CAUSES = (
         "Update the server, or report the rows: which they are, and which token they are fed instead.",
         ("token",),
         check,
+        of_server=True,
     ),
 )

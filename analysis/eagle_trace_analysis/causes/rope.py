@@ -192,5 +192,6 @@ CAUSES = (
         "Raise max_position_embeddings to the target's.",
         ("layer.0.attn.q_rope", "layer.0.attn.k_rope"),
         check_reach,
+        of_server=True,
     ),
 )

@@ -14,6 +14,7 @@ from eagle_trace.errors import UsageError
 from eagle_trace.printable import printable
 from eagle_trace.sites import draft_sites
 from eagle_trace_analysis.frontier import shape_order
+from eagle_trace_analysis.roles import Roles
 
 #: Okabe and Ito's palette
 BLUE, ORANGE, GREEN, RED, PURPLE, SKY, YELLOW = (
@@ -149,6 +150,28 @@ def _power(power: int) -> str:
     if 0 <= power <= 2:
         return str(10**power)
     return "10" + str(power).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
+
+
+def told(made: Any, roles: Roles) -> Any:
+    """A figure whose words about training and serving are about the traces that it was drawn of."""
+    if roles.usual:
+        return made
+    layout, drawn = made.layout.to_plotly_json(), [one.to_plotly_json() for one in made.data]
+    made.layout = _told(layout, roles)
+    for trace, facts in zip(made.data, drawn, strict=True):
+        words = ("name", "hovertemplate", "text", "hovertext", "customdata", "colorbar", "header")
+        trace.update({name: _told(facts[name], roles) for name in words if name in facts})
+    return made
+
+
+def _told(value: Any, roles: Roles) -> Any:
+    if isinstance(value, str):
+        return roles.say_html(value)
+    if isinstance(value, dict):
+        return {name: _told(one, roles) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_told(one, roles) for one in value]
+    return value
 
 
 def say(made: Any, words: str) -> Any:

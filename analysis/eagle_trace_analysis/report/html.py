@@ -14,6 +14,7 @@ from eagle_trace import __version__
 from eagle_trace.errors import EagleTraceError, UsageError
 from eagle_trace.reader import Trace
 from eagle_trace_analysis import plots
+from eagle_trace_analysis.plots import style
 from eagle_trace_analysis.report import sections
 from eagle_trace_analysis.result import Diff
 from eagle_trace_analysis.rowwise import open_traces
@@ -68,17 +69,17 @@ def render_html(diff: Diff, *, train: Trace | None = None, serve: Trace | None =
     where = f" at {first.site}, step {first.step}" if first else ""
     # the exact text of each element: nothing else on the page may run or restyle it
     scripts = [_inline(get_plotlyjs()), _inline(_asset("report.js"))]
-    style = _inline(_asset("report.css"))
+    sheet = _inline(_asset("report.css"))
     return Template(_asset("report.html")).substitute(
-        policy=_policy(scripts, style),
+        policy=_policy(scripts, sheet),
         maps=_no_map_styles(scripts[0]),
         title=sections.e(f"{diff.verdict}{where} – eagle-trace"),
         version=sections.e(__version__),
         verdict=diff.verdict,
-        css=style,
+        css=sheet,
         plotly=scripts[0],
         js=scripts[1],
-        body=body,
+        body=diff.roles.say_html(body),
         figures=data,
     )
 
@@ -147,7 +148,7 @@ def _figures(diff: Diff, train: Trace | None, serve: Trace | None) -> tuple[str,
         [],
     )
     for name, draw in drawn:
-        made = draw()
+        made = style.told(draw(), diff.roles)
         holders.append(
             f'<div class="plot"><div id="plot-{name}" data-figure="figure-{name}" '
             f'style="min-height:{int(made.layout.height)}px"></div></div>'

@@ -13,7 +13,7 @@ from eagle_trace_analysis.pairs import Coverage
 from eagle_trace_analysis.replay import Measured, Replayed
 from eagle_trace_analysis.result import AcceptLength, Diff, Divergence, SiteResult
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 
 def to_json(diff: Diff) -> dict[str, Any]:
@@ -28,6 +28,8 @@ def to_json(diff: Diff) -> dict[str, Any]:
         "verdict": diff.verdict,
         "exit_status": diff.exit_status,
         "reason": diff.incomparable,
+        "reference": _role(diff, "train"),
+        "other": _role(diff, "serve"),
         "level": diff.level,
         "row_error": diff.row_error,
         "first_divergence": _divergence(first) if first else None,
@@ -50,6 +52,13 @@ def to_json(diff: Diff) -> dict[str, Any]:
 def to_json_text(diff: Diff) -> str:
     """`to_json` as text, ending in a newline."""
     return json_text(json.dumps(to_json(diff), indent=1, ensure_ascii=False, allow_nan=False)) + "\n"
+
+
+def _role(diff: Diff, today: str) -> dict[str, Any]:
+    """What one of the two traces is called, and by which name the rest of the report speaks of it."""
+    name = diff.roles.reference if today == "train" else diff.roles.other
+    facts = diff.traces[today]
+    return {"called": today, "name": name, "side": facts["side"], "host": facts["host"], "path": facts["path"]}
 
 
 def _divergence(one: Divergence) -> dict[str, Any]:
@@ -86,6 +95,7 @@ def _accept_length(accept: AcceptLength) -> dict[str, Any]:
         "better": accept.better,
         "worse": accept.worse,
         "branches": accept.branches,
+        "reference": accept.reference,
         "comparable": accept.comparable,
     }
 

@@ -48,7 +48,7 @@ def diff_html(diff: Diff) -> str:
     )
     more = f"<p>and {len(differ) - _LISTED} more sites and steps differ</p>" if len(differ) > _LISTED else ""
     head = f"<p>{_badge(diff.verdict)} <b>{sections.headline(diff)}</b></p>"
-    return f"<div>{head}<table>{rows}</table><table>{listed}</table>{more}</div>"
+    return diff.roles.say_html(f"<div>{head}<table>{rows}</table><table>{listed}</table>{more}</div>")
 
 
 def diagnosis_html(diagnosis: Diagnosis) -> str:

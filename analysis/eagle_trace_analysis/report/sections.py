@@ -9,9 +9,10 @@ from typing import Any
 from eagle_trace.printable import html_text
 from eagle_trace.sites import draft_sites
 from eagle_trace_analysis.metrics import IdMetrics, Metrics
-from eagle_trace_analysis.pairs import SKIP_REASONS, Coverage
+from eagle_trace_analysis.pairs import Coverage, skipped_because
 from eagle_trace_analysis.report.causes import CONFIRMED, NOT_TESTED, RULED_OUT, CauseView, causes_of, unexplained
 from eagle_trace_analysis.result import Diff, Divergence, SiteResult
+from eagle_trace_analysis.roles import Roles
 
 #: what every word from outside goes through
 e = html_text
@@ -79,13 +80,17 @@ def header(diff: Diff, version: str) -> str:
     )
     hosts = [e(traces[side].get("host") or "?") for side in ("train", "serve")]
     cards = "".join(f"<div class='card'><b>{value}</b><span>{words}</span></div>" for value, words in _cards(diff))
+    ran = f"as it was trained ({hosts[0]}) and as it is served\n({hosts[1]})"
+    if not diff.roles.usual:
+        names = e(diff.roles.reference), e(diff.roles.other)
+        ran = f"in {names[0]} ({hosts[0]}), which is the reference, and in {names[1]} ({hosts[1]})"
     return f"""<header><div>
 <p class="kicker">{kicker}</p>
 <h1><span class="badge verdict">{e(diff.verdict)}</span>{headline(diff)}</h1>
 <p class="lead">{lead(diff)}</p>
 {"".join(_cause(cause) for cause in confirmed)}
-<p class="what">The same draft model ran twice on the same tokens: as it was trained ({hosts[0]}) and as it is served
-({hosts[1]}). Each square is one point of its forward pass, compared row by row.</p>
+<p class="what">The same draft model ran twice on the same tokens: {ran}.
+Each square is one point of its forward pass, compared row by row.</p>
 {_forward(diff)}
 <div class="cards">{cards}</div>
 </div></header>"""
@@ -97,6 +102,7 @@ def _cards(diff: Diff) -> Iterable[tuple[str, str]]:
         yield "not known", "accept length: the serve trace holds no verify rounds"
     else:
         more = f"; {accept.predicted:.2f} predicted by the training forward" if accept.comparable else ""
+        more += f"; {accept.reference:.2f} in training" if accept.reference is not None else ""
         yield f"{accept.observed:.2f}", f"accept length (tokens a verify round, bonus included){more}"
     verdicts = [result.verdict for result in diff.sites]
     differ, compared = verdicts.count("diverged"), len(verdicts) - verdicts.count("not compared")
@@ -293,18 +299,18 @@ def rows(diff: Diff) -> str:
     """Fate of the rows, what is benign, what else to know."""
     notes = [*diff.benign, *diff.notes]
     listed = "".join(f"<li><b>{e(note.name)}</b>: {e(note.text)}</li>" for note in notes)
-    fates = "".join(f"<li>{e(line)}</li>" for line in _coverage(diff.coverage))
+    fates = "".join(f"<li>{e(line)}</li>" for line in _coverage(diff.coverage, diff.roles))
     return f"""<section id="rows"><h2>Rows and notes</h2>
 <ul>{fates}<li>Tolerance: {e(diff.tolerance)}</li>{listed}</ul></section>"""
 
 
-def _coverage(coverage: Coverage) -> list[str]:
+def _coverage(coverage: Coverage, roles: Roles) -> list[str]:
     lines = [
         f"Training has {coverage.train_rows} rows, serving {coverage.serve_rows}; {coverage.matched} are matched, "
         f"{coverage.unmatched_train} and {coverage.unmatched_serve} found no partner"
     ]
     for side, skipped in (("training", coverage.skipped_train), ("serving", coverage.skipped_serve)):
-        lines += [f"{count} {side} rows skipped: {SKIP_REASONS[reason]}" for reason, count in skipped.items()]
+        lines += [f"{count} {side} rows skipped: {skipped_because(reason, roles)}" for reason, count in skipped.items()]
     return lines
 
 

@@ -16,9 +16,10 @@ from eagle_trace.printable import printable
 from eagle_trace.terminal import PlainConsole
 from eagle_trace_analysis.diagnose import Diagnosis
 from eagle_trace_analysis.metrics import IdMetrics, Metrics
-from eagle_trace_analysis.pairs import SKIP_REASONS, Coverage
+from eagle_trace_analysis.pairs import Coverage, skipped_because
 from eagle_trace_analysis.report.verdicts import print_confirmed, print_rest, replay_lines
 from eagle_trace_analysis.result import AcceptLength, Diff, Divergence, SiteResult
+from eagle_trace_analysis.roles import Roles
 
 WIDTH = 80
 _STYLE = {"agree": "bold green", "diverged": "bold red", "incomparable": "bold yellow", "not compared": "dim"}
@@ -50,7 +51,8 @@ def print_diff(diff: Diff, console: Console | None = None, *, sites: str = "dive
             sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))
             return
         console = PlainConsole()
-    answer = [_printable(line) for line in _answer(diff, console.width)]
+    roles = diff.roles
+    answer = [_printable(_said(roles, line)) for line in _answer(diff, console.width)]
     for line in answer:
         console.print(_fit(line, console.width), no_wrap=True, soft_wrap=True)
     if diff.diagnosis is not None:
@@ -61,17 +63,19 @@ def print_diff(diff: Diff, console: Console | None = None, *, sites: str = "dive
         ("parts here too, independently", [f"{_where(one)}: {one.why}" for one in diff.frontier[1:]]),
         ("behind it", _behind(diff)),
         ("not compared", _not_compared(diff)),
-        ("rows", _rows(diff.coverage)),
+        ("rows", _rows(diff.coverage, roles)),
         ("benign", [f"{note.name}: {note.text}" for note in diff.benign]),
         ("notes", [f"{note.name}: {note.text}" for note in diff.notes]),
         ("accept length", _accept_length(diff.accept_length)),
         ("tolerance", [diff.tolerance]),
+        ("traces", _traces(diff)),
     ):
-        _section(console, title, lines)
+        _section(console, title, [roles.say(line) for line in lines])
     if diff.diagnosis is not None:
-        print_rest(diff.diagnosis, console, whole=diff.verdict == "diverged")
+        print_rest(diff.diagnosis, console, whole=diff.verdict == "diverged", roles=roles)
         if diff.verdict == "agree":
-            _section(console, "every step by itself", _by_itself(diff, diff.diagnosis))
+            lines = _by_itself(diff, diff.diagnosis)
+            _section(console, "every step by itself", [roles.say(line) for line in lines])
     if any(result.metrics for result in diff.sites):
         _print_sites(console, diff, sites)
 
@@ -114,10 +118,12 @@ def _answer(diff: Diff, width: int) -> list[Text]:
     elif first is not None and first.kind in ("parameters", "step"):
         lines.append(_proven(first, lines[0]))
     elif first is not None:
-        long = f": train and serve first part at {_where(first)} ({first.kind})"
+        names = "train and serve" if diff.roles.usual else f"{diff.roles.reference} and {diff.roles.other}"
+        long = f": {names} first part at {_where(first)} ({first.kind})"
         fits = len(diff.verdict) + len(long) <= width
         lines[0].append(long if fits else f": they part at {_where(first)} ({first.kind})", style="default")
-        lines.append(Text(f"train {_facts(first.train)} | serve {_facts(first.serve)}"))
+        one, two = ("train", "serve") if diff.roles.usual else (diff.roles.reference, diff.roles.other)
+        lines.append(Text(f"{one} {_facts(first.train)} | {two} {_facts(first.serve)}"))
     else:
         compared = [result for result in diff.sites if result.verdict == "agree"]
         lines[0].append(f": {len(compared)} sites and steps are equal within tolerance", style="default")
@@ -201,19 +207,44 @@ def _not_compared(diff: Diff) -> list[str]:
     ]
 
 
-def _rows(coverage: Coverage) -> list[str]:
+def _traces(diff: Diff) -> list[str]:
+    """Which trace is which, where that does not go without saying."""
+    if diff.roles.usual:
+        return []
+    return [
+        f"{name} is {facts['path']} ({facts['host']} {(facts['packages'] or {}).get(facts['host'], '')}, "
+        f"{facts['dtype']}, {facts['created']})"
+        for name, facts in zip((diff.roles.reference, diff.roles.other), diff.traces.values(), strict=True)
+    ]
+
+
+def _said(roles: Roles, line: Text) -> Text:
+    """`line` said of these two traces."""
+    if not roles.usual:
+        spoken = Text()
+        for part in line.split("\n") if "\n" in line.plain else [line]:
+            spoken.append(roles.say(part.plain), style=part.style)
+        return spoken
+    return line
+
+
+def _rows(coverage: Coverage, roles: Roles) -> list[str]:
     lines = [
         f"train {coverage.train_rows}, serve {coverage.serve_rows}, matched {coverage.matched}, "
         f"unmatched {coverage.unmatched_train} and {coverage.unmatched_serve}"
     ]
     for side, skipped in (("train", coverage.skipped_train), ("serve", coverage.skipped_serve)):
-        lines += [f"{count} {side} rows skipped: {SKIP_REASONS[reason]}" for reason, count in skipped.items()]
+        lines += [f"{count} {side} rows skipped: {skipped_because(reason, roles)}" for reason, count in skipped.items()]
     return lines
 
 
 def _accept_length(accept: AcceptLength) -> list[str]:
     if accept.observed is None:
         return ["not known: the serve trace holds no verify rounds"]
+    if accept.reference is not None:
+        return [
+            f"{accept.observed:.2f} tokens a round in serving, {accept.reference:.2f} in training, bonus token included"
+        ]
     depths = ", ".join(f"{depth}: {share:.0%}" for depth, share in enumerate(accept.by_depth, start=1))
     lines = [f"{accept.observed:.2f} tokens a round, bonus token included ({accept.rounds} rounds)"]
     lines += [f"accepted by depth {depths}"] if depths else []

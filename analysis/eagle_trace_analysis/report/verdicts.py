@@ -10,6 +10,7 @@ from rich.text import Text
 from eagle_trace.printable import printable
 from eagle_trace_analysis.diagnose import CauseVerdict, Diagnosis
 from eagle_trace_analysis.replay import Replayed
+from eagle_trace_analysis.roles import Roles
 
 INDENT, NAME_WIDTH = 2, 23
 
@@ -30,7 +31,7 @@ def print_confirmed(diagnosis: Diagnosis, console: Console) -> None:
             _wrapped(console, line)
 
 
-def print_rest(diagnosis: Diagnosis, console: Console, *, whole: bool) -> None:
+def print_rest(diagnosis: Diagnosis, console: Console, *, whole: bool, roles: Roles | None = None) -> None:
     """What was ruled out and what was not tested; the counts alone unless `whole`."""
     out, left = diagnosis.of("ruled_out"), diagnosis.of("not_tested")
     if not whole:
@@ -53,7 +54,7 @@ def print_rest(diagnosis: Diagnosis, console: Console, *, whole: bool) -> None:
         console.print()
         console.print(Text("every step by itself", style="bold"))
     for line in lines:
-        _wrapped(console, line)
+        _wrapped(console, roles.say(line) if roles is not None else line)
 
 
 def _untested(one: CauseVerdict) -> str:

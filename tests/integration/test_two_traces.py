@@ -1,0 +1,62 @@
+"""Two servers held against each other: precision, tensor parallelism and trees, with the real SGLang."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from eagle_trace import Trace
+from eagle_trace_analysis import Diff, diff
+from eagle_trace_analysis.diagnose import diagnosed
+from eagle_trace_analysis.report.text import render
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
+
+Make = Callable[..., Trace]
+OTHERS = {
+    "itself": {"level": "values"},
+    "bfloat16": {"dtype": "bfloat16"},
+    "two-ranks": {"sglang_args": ("--tp", "2")},
+    "a-tree": {"topk": 4, "draft_tokens": 8},
+}
+
+
+def expect_healthy(result: Diff) -> None:
+    assert result.verdict == "agree", (result.first_divergence, result.incomparable)
+    assert result.diagnosis is not None
+    assert result.diagnosis.confirmed == ()
+    assert result.coverage.matched > 100
+    assert result.coverage.share == 1.0
+    embedding = next(one for one in result.diagnosis.causes if one.cause == "embedding-replaced")
+    assert embedding.evidence == "no training trace"
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_two_healthy_servers_agree_either_way_round(name: str, serve: Make) -> None:
+    one, two = serve(), serve(**OTHERS[name])
+    for reference, other in ((one, two), (two, one)):
+        result = diagnosed(diff(reference, other), reference, other)
+        expect_healthy(result)
+        assert "training" not in render(result).replace("no training trace", "")
+        if name != "bfloat16":
+            assert not [note for note in result.notes if note.name == "answers-part"]
+
+
+def test_a_train_trace_lends_its_floors_to_two_servers(serve: Make, train: Make) -> None:
+    one, two = serve(), serve(dtype="bfloat16")
+    trained = train(replay=two.path)
+    result = diff(one, two, floors=trained)
+    assert result.verdict == "agree", result.first_divergence
+    assert str(trained.path) in result.tolerance
+    sources = [one.tolerance.source for one in result.sites if one.tolerance]
+    assert any(source.startswith("measured in bfloat16") for source in sources)
+
+
+def test_two_trainers_agree_whatever_they_replay(serve: Make, train: Make) -> None:
+    served = serve()
+    one, two = train(replay=served.path), train(replay=served.path, features="serve")
+    result = diagnosed(diff(one, two), one, two)
+    assert result.verdict == "agree", (result.first_divergence, result.incomparable)
+    assert result.diagnosis is not None
+    assert result.diagnosis.confirmed == ()
