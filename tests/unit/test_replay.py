@@ -116,6 +116,9 @@ def test_theta_is_read_off_the_rotation(tmp_path: Path) -> None:
     assert replay is not None
     for step in replay.recorded.steps:
         assert fit_theta(replay, step) == pytest.approx(20000.0, rel=1e-3)
+    # the deployed config is right: to set it once more would change nothing
+    assert result.diagnosis is not None
+    assert "the deployed config says theta 10000 as trained" in str(result.diagnosis.confirmed[0].fix)
 
 
 def test_a_window_shorter_than_a_path_leaves_out_the_first_tokens_of_the_path(

@@ -12,6 +12,7 @@ from eagle_trace_analysis.causes.base import (
     Cause,
     Hypothesis,
     Outcome,
+    as_trained,
     confirmed,
     counterfactual,
     not_tested,
@@ -46,13 +47,12 @@ def check_theta(context: Context) -> Outcome:
             plain = replace(mine, theta=fitted, kind="default", parameters={})
             yield Hypothesis(f"theta {fitted:.6g} (fitted to the recorded rotation)", replay.varied(rope=plain))
 
-    return counterfactual(
-        context, _sites(context), others, lambda _: context.fix("rope", _fix(context)), own=("rope frequencies",)
-    )
+    return counterfactual(context, _sites(context), others, lambda _: _fix(context), own=("rope frequencies",))
 
 
 def _fix(context: Context) -> str:
-    return f"set rope_parameters as trained ({context.form.rope.words()})" if context.form else "set rope as trained"
+    words = context.form.rope.words() if context.form else "rope_parameters"
+    return as_trained(context, "rope", ("rope",), words, f"set rope_parameters as trained ({words})")
 
 
 def fit_theta(replay: Replay, step: int = 0) -> float | None:
@@ -111,7 +111,13 @@ def check_layout(context: Context) -> Outcome:
         _sites(context),
         others,
         lambda words: (
-            context.fix("rope", f"rotate {_share(context)} of each head, as trained (partial_rotary_factor)")
+            as_trained(
+                context,
+                "rope",
+                ("rope",),
+                f"{_share(context)} of each head rotated",
+                f"rotate {_share(context)} of each head, as trained (partial_rotary_factor)",
+            )
             if "of each head" in words
             else f"the server has {words}: serve with the layout of the training, or permute q and k weights for it"
         ),
