@@ -130,7 +130,7 @@ def _first_parts(context: Context, found: dict[str, Outcome], said: Sequence[str
         return [f"{first.site}, step {first.step}: {first.why}"] if first is not None and not said else []
     about = [site for name, one in found.items() for site in (*REGISTRY[name].sites, one.site or "")]
     kinds = {next((part for part in _GIVEN if site.startswith(part)), "") for site in about}
-    if "logits" in about:
+    if "logits" in about or context.other_algorithm is not None:
         kinds.add("topk.")
     # tokens, positions and features depend on each other: a cause about one of them speaks for all
     given = set(_GIVEN[:-1])
