@@ -36,13 +36,12 @@ lint: $(STAMP)
 	$(BIN)/lint-imports
 
 unit: $(STAMP)
-	$(BIN)/python -m pytest -m 'not integration'
+	$(BIN)/python -m pytest -m 'not integration' -n auto
 
 integration: $(STAMP)
 	$(BIN)/python -m pytest -m integration
 
-test: lint
-	$(BIN)/python -m pytest
+test: lint unit integration
 
 bench: $(STAMP)
 	$(BIN)/python tests/benchmarks/bench_diff.py

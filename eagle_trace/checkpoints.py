@@ -24,14 +24,30 @@ def read_config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     if not folder.is_dir():
         raise CheckpointError(f"there is no folder {folder}: give the folder of a checkpoint")
+    if path.exists() and not path.is_file():
+        raise CheckpointError(f"{path} is not a file: give the folder of a checkpoint")
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: give the folder of a checkpoint ({error.strerror})") from error
     except ValueError as error:
         raise CheckpointError(f"{path} is not JSON: {error}") from error
+    except RecursionError as error:
+        raise CheckpointError(f"{path} is nested too deeply to be a config") from error
     if not isinstance(config, dict):
         raise CheckpointError(f"{path} holds no JSON object")
+    return config
+
+
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The part of a model's config that describes its language model: the config itself, or one it holds.
+
+    The keys and their order are SGLang's (`get_hf_text_config`).
+    """
+    for key in ("thinker_config", "llm_config", "language_config", "text_config"):
+        inner = config.get(key)
+        if isinstance(inner, Mapping) and inner:
+            return text_config(inner) if key == "thinker_config" else inner
     return config
 
 

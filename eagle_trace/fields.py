@@ -36,6 +36,11 @@ def count(value: Any) -> bool:
     return whole(value) and value >= 0
 
 
+def seconds(value: Any) -> bool:
+    """A span of time: a finite number from 0 on."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
+
+
 def plain(value: Any, depth: int = MOST_NESTED) -> bool:
     """Anything that JSON holds, in bounds: numbers finite and not huge, lists and mappings nested not too deeply."""
     if isinstance(value, float):

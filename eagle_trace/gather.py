@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Generic, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -18,7 +19,32 @@ STATISTICS = ("norm", "absmax", "mean", "nonfinite")
 #: columns of exact bytes
 BLOBS = ("sketch", "values")
 
+#: how many results a memo keeps: of one forward some sites have all rows, others those of some requests or modes
+_MEMOS = 4
+
 Kept = tuple[Rows, "Array | Reduced"]
+Made = TypeVar("Made")
+
+
+class Memo(Generic[Made]):
+    """`make` of batches of rows, made once for all sites that have the very same batches."""
+
+    def __init__(self, make: Callable[[Sequence[Rows]], Made]) -> None:
+        self._make = make
+        # with the batches, so that no other can come to have their ids
+        self._made: dict[tuple[int, ...], tuple[Sequence[Rows], Made]] = {}
+
+    def __call__(self, batches: Sequence[Rows]) -> Made:
+        key = tuple(map(id, batches))
+        if key not in self._made:
+            self._made[key] = batches, self._make(batches)
+            if len(self._made) > _MEMOS:
+                del self._made[next(iter(self._made))]
+        return self._made[key][1]
+
+    def forget(self) -> None:
+        """Hold no rows any more."""
+        self._made.clear()
 
 
 def kind_of(values: Array | Reduced) -> tuple[str, int]:
@@ -42,11 +68,15 @@ class Gather:
     Args:
         level: of the trace; at ``values`` nothing is held back.
         shard: which part of the site's rows they are, if not all.
+        join: `Rows.concatenate`.
     """
 
-    def __init__(self, level: str, shard: Shard | None = None) -> None:
+    def __init__(
+        self, level: str, shard: Shard | None = None, join: Callable[[Sequence[Rows]], Rows] = Rows.concatenate
+    ) -> None:
         self._level = level
         self._shard = shard
+        self._join = join
         self._rows: list[Rows] = []
         self._values: list[Array] = []
         self._bytes = 0
@@ -66,7 +96,7 @@ class Gather:
     def drain(self) -> Iterator[tuple[Kept, int]]:
         """Give what is left."""
         if self._rows:
-            rows, values = Rows.concatenate(self._rows), _joined(self._values)
+            rows, values = self._join(self._rows), _joined(self._values)
             self._rows, self._values, self._bytes = [], [], 0
             reduced = reduce_rows(values, dtype_name(values), sketched=self._level == "sketch", shard=self._shard)
             yield (rows, reduced), kept_bytes(reduced, self._level, self._shard)

@@ -28,6 +28,7 @@ class Inbox:
 
     Attributes:
         slow: whether the writer was too far behind for too long: no further forward is taken.
+        waited: how long the host has waited so far, in all [s].
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class Inbox:
         self._closed = False
         self._finished = False
         self.slow = False
+        self.waited = 0.0
 
     # ---- the host's side --------------------------------------------------------------------------------------
 
@@ -72,6 +74,7 @@ class Inbox:
     def spend(self, seconds: float) -> None:
         """Count `seconds` that the host has waited for the disk elsewhere."""
         self._left -= seconds
+        self.waited += seconds
 
     def _is_later(self, call: int | None) -> bool:
         return call is not None and call > self._last
@@ -90,7 +93,7 @@ class Inbox:
                 self._changed.wait(min(limit, threading.TIMEOUT_MAX))
             return True
         finally:
-            self._left -= self._clock() - started
+            self.spend(self._clock() - started)
 
     def close(self) -> None:
         """Take nothing more; what is there is still written."""

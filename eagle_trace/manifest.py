@@ -22,6 +22,7 @@ from eagle_trace.fields import (
     one_of,
     optional,
     plain,
+    seconds,
     small,
     text,
     whole,
@@ -88,6 +89,7 @@ class Manifest:
         stopped: None, or why recording stopped early: ``max-bytes``, or a few words.
         flushed: ISO 8601 time, UTC, up to which all that was recorded is in `files`.
         recorder: ``host:pid`` of the process that is recording; empty once it is done.
+        waited_seconds: how long the host waited for the disk while it was recorded, in all [s].
         rank, ranks: number of the process that wrote this manifest, and how many write into the trace.
         tp_rank: which part of each sharded site this rank holds; 0 speaks for its group.
         dp_rank: ranks of another number hold other rows.
@@ -114,6 +116,7 @@ class Manifest:
     stopped: str | None = None
     flushed: str = ""
     recorder: str = ""
+    waited_seconds: float = 0.0
     rank: int = 0
     ranks: int = 1
     tp_rank: int = 0
@@ -281,6 +284,7 @@ def spokesman(manifests: Sequence[Manifest]) -> Manifest:
         first,
         warnings=[*first.warnings, *warnings],
         stopped=first.stopped or next(iter(stopped), None),
+        waited_seconds=max(one.waited_seconds for one in manifests),
         prompts_digest=first.prompts_digest if alone else "",
     )
 
@@ -341,6 +345,7 @@ _FIELDS: dict[str, Check] = {
     **dict.fromkeys(("changes", "argv", "warnings"), _TEXTS),
     "not_materialised": listed(mapped(text)),
     "stopped": optional(text),
+    "waited_seconds": seconds,
     **dict.fromkeys(("rank", "tp_rank", "dp_rank", "format_version"), count),
     "ranks": lambda value: count(value) and 1 <= value <= _MOST_RANKS,
     "files": mapped(

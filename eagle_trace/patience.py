@@ -24,6 +24,19 @@ _MOST_LEFT_BEHIND = 4
 _left_behind: list[threading.Thread] = []
 
 
+def refuse_one_more(place: object) -> None:
+    """Raises RecordingError where so many threads wait for their disk already that `place` is not touched, too."""
+    _left_behind[:] = [thread for thread in _left_behind if thread.is_alive()]
+    if len(_left_behind) >= _MOST_LEFT_BEHIND:
+        raise RecordingError(f"{place} is not touched: {len(_left_behind)} earlier attempts still wait for their disk")
+
+
+def leave_behind(thread: threading.Thread) -> None:
+    """Count a thread that nobody waits for any more, and which holds a little memory until its disk answers."""
+    if thread not in _left_behind:
+        _left_behind.append(thread)
+
+
 def within(seconds: float, work: Callable[[], Result], place: object) -> Result:
     """What `work` returns, or raises, if it does so within `seconds`; else it is left behind.
 
@@ -35,9 +48,7 @@ def within(seconds: float, work: Callable[[], Result], place: object) -> Result:
     Raises:
         RecordingError: it takes longer, or too many others still hang.
     """
-    _left_behind[:] = [thread for thread in _left_behind if thread.is_alive()]
-    if len(_left_behind) >= _MOST_LEFT_BEHIND:
-        raise RecordingError(f"{place} is not touched: {len(_left_behind)} earlier attempts still wait for their disk")
+    refuse_one_more(place)
     results: list[Result] = []
     errors: list[BaseException] = []
 
@@ -54,7 +65,7 @@ def within(seconds: float, work: Callable[[], Result], place: object) -> Result:
         raise errors[0]
     if results:
         return results[0]
-    _left_behind.append(thread)
+    leave_behind(thread)
     raise RecordingError(f"{place} did not answer within {seconds:g} s: does its disk hang?")
 
 

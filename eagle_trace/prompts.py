@@ -196,7 +196,7 @@ def check_tokens(key: str, token_ids: Sequence[int], config: Mapping[str, Any], 
     Raises:
         PromptsError: a token id is outside the vocabulary, or prompt and answer are longer than the positions.
     """
-    text = config.get("text_config", config)
+    text = config.get("text_config") or config
     vocabulary, positions = text.get("vocab_size"), text.get("max_position_embeddings")
     if vocabulary is not None and max(token_ids) >= vocabulary:
         raise PromptsError(

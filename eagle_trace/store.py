@@ -26,6 +26,10 @@ Place = Path | str
 _DRIVERS = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "az": "adlfs", "hf": "hf"}
 
 
+#: of the folder of a trace; what is in it has the modes that the umask leaves, so that the folder alone decides
+FOLDER_MODE = 0o700
+
+
 def is_url(place: Place) -> bool:
     """Whether `place` names a filesystem of fsspec's."""
     return isinstance(place, str) and "://" in place
@@ -242,7 +246,8 @@ class _LocalStore(Store):
         return self._root.is_dir()
 
     def make(self) -> None:
-        self._root.mkdir(parents=True, exist_ok=True)
+        # what users asked is in it: nobody else enters the folder, until its owner says so with one chmod
+        self._root.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
 
     def read(self, name: str, most: int | None = None) -> bytes:
         with contextlib.closing(_LocalSource(self._root / name)) as source:

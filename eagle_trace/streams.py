@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 
 from eagle_trace.capture import Array, Rows, Shard
-from eagle_trace.gather import BLOBS, Gather, Kept, kind_of, value_columns
+from eagle_trace.gather import BLOBS, Gather, Kept, Memo, kind_of, value_columns
 from eagle_trace.manifest import Manifest
 from eagle_trace.parts import Numbers, PartStream, leaves
 from eagle_trace.schema import TABLES, value_schema
@@ -61,6 +61,9 @@ class Streams:
         self._tables: dict[str, PartStream] = {}
         self._sites: dict[tuple[str, str, int, Shard | None], _SiteStream] = {}
         self._numbers: dict[str, Numbers] = defaultdict(Numbers)
+        # the sites of a forward have the same rows
+        self._join = Memo(Rows.concatenate)
+        self._keys = Memo(lambda batches: key_columns(self._join(batches)))
 
     def add(self, kind: str, item: Any) -> None:
         """Take what `TraceWriter` was given: ``rows``, ``topk``, ``record`` or ``values``."""
@@ -77,6 +80,8 @@ class Streams:
         """Put everything taken so far into whole files."""
         for stream in self._all():
             stream.save()
+        self._join.forget()
+        self._keys.forget()
 
     def discard(self) -> None:
         """Leave no unfinished file behind."""
@@ -97,10 +102,10 @@ class Streams:
         if stream is None:
             level = self._manifest.level
             schema = value_schema(*key[:3], level, shard)
-            made = partial(_site_table, schema)
+            made = partial(_site_table, schema, self._keys)
             group = ROW_GROUP_BYTES if level == "values" else REDUCED_GROUP_BYTES
             parts = self._stream(f"values/site={site}", schema, made, _value_options(schema), group)
-            stream = self._sites[key] = _SiteStream(Gather(level, shard), parts)
+            stream = self._sites[key] = _SiteStream(Gather(level, shard, self._join), parts)
         stream.add(rows, values)
 
     def _table(self, table: str, make: Make) -> PartStream:
@@ -123,10 +128,9 @@ class Streams:
         )  # fmt: skip
 
 
-def _site_table(schema: pa.Schema, items: Sequence[Kept]) -> pa.Table:
+def _site_table(schema: pa.Schema, keys: Memo[dict[str, pa.Array]], items: Sequence[Kept]) -> pa.Table:
     """Rows of one site as a table: keys, statistics, and the bytes as the level keeps them."""
-    columns = key_columns(Rows.concatenate([rows for rows, _ in items]))
-    columns |= value_columns(schema, [values for _, values in items])
+    columns = keys([rows for rows, _ in items]) | value_columns(schema, [values for _, values in items])
     return pa.Table.from_arrays([columns[name] for name in schema.names], schema=schema)
 
 

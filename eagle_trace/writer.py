@@ -14,7 +14,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -26,7 +26,7 @@ from eagle_trace.gather import kept_bytes
 from eagle_trace.inbox import Inbox
 from eagle_trace.manifest import Manifest, open_seal_name, read_manifest, seal_name
 from eagle_trace.output import check_output, prepare_output, remove_empty
-from eagle_trace.patience import FOLDER_SECONDS, MAX_WAIT
+from eagle_trace.patience import FOLDER_SECONDS, MAX_WAIT, leave_behind, refuse_one_more
 from eagle_trace.sketch import Reduced
 from eagle_trace.store import Place, join, open_store, reason
 from eagle_trace.streams import Streams
@@ -78,7 +78,7 @@ class TraceWriter:
     Raises:
         UsageError: no such level, or ranks that make no sense.
         OutputExistsError: somebody records there, or recorded there.
-        RecordingError: the folder cannot be written, or does not answer.
+        RecordingError: the folder cannot be written, or does not answer, or earlier traces still wait for their disk.
     """
 
     def __init__(
@@ -92,6 +92,7 @@ class TraceWriter:
         background: bool = False,
     ) -> None:
         _check(manifest)
+        refuse_one_more(path)
         self._store = open_store(path)
         self.path = self._store.place
         self.manifest = manifest
@@ -109,6 +110,9 @@ class TraceWriter:
         self._saved_at = time.monotonic()
         self._dirty = False
         self._prepare = prepare
+        self._mine = False
+        self._together: list[tuple[str, Any]] | None = None
+        self._together_bytes = 0
         self._opened = threading.Event()
         self._thread = threading.Thread(target=self._run, name="eagle-trace-writer", daemon=True)
         self._thread.start()
@@ -137,6 +141,7 @@ class TraceWriter:
             if store.exists(seal):
                 raise OutputExistsError(taken)
             store.create(open_seal_name(manifest.rank), manifest.to_bytes())
+            self._mine = True
         except FileExistsError as error:
             raise OutputExistsError(taken) from error
         except OSError as error:
@@ -161,6 +166,15 @@ class TraceWriter:
     def patience(self) -> float:
         """How long the host may still wait for the disk in this recording [s]."""
         return self._inbox.patience
+
+    @property
+    def waited(self) -> float:
+        """How long the host has waited for the disk in this recording so far, in all [s]."""
+        return round(self._inbox.waited, 3)
+
+    def spend(self, seconds: float) -> None:
+        """Count `seconds` that the host has waited for the disk of its own accord."""
+        self._inbox.spend(seconds)
 
     @property
     def _leads(self) -> bool:
@@ -209,6 +223,21 @@ class TraceWriter:
         if self._leads or table == "params":
             made = record if callable(record) else dict(record)
             self._put("record", (table, made), 256)
+
+    @contextlib.contextmanager
+    def together(self, call_id: int) -> Iterator[None]:
+        """What is put within this context, by one thread, belongs to forward `call_id`: all of it is taken, or nothing.
+
+        Costs the host less than one thing after the other, and nothing is taken of a forward whose context raises.
+        """
+        self._together, self._together_bytes = [], 0
+        try:
+            yield
+            parts, size = self._together, self._together_bytes
+        finally:
+            self._together = None
+        if parts and self.failure is None:
+            self._inbox.put("parts", parts, size, call_id + self._first_id)
 
     def _numbered(self, rows: Rows) -> Rows:
         if not self._first_id:
@@ -287,11 +316,15 @@ class TraceWriter:
         if self.failure is None:
             self.failure = error
         self._inbox.drop()
+        leave_behind(self._thread)
 
     # ---- the background thread --------------------------------------------------------------------------------
 
     def _put(self, kind: str, item: Any, size: int) -> None:
-        if self.failure is None:
+        if self._together is not None:
+            self._together.append((kind, item))
+            self._together_bytes += size
+        elif self.failure is None:
             self._inbox.put(kind, item, size, self._call_of(kind, item))
 
     def _call_of(self, kind: str, item: Any) -> int | None:
@@ -305,15 +338,14 @@ class TraceWriter:
     def _run(self) -> None:
         try:
             self._guarded(self._open)
-            if self.failure is not None:
-                return
-            self._opened.set()
-            self._work()
-            self._guarded(self._save)
-            self._streams.discard()
-            if not self._aborted:
-                self._guarded(self._write_seal)
-            if self.failure is not None:
+            if self.failure is None:
+                self._opened.set()
+                self._work()
+                self._guarded(self._save)
+                self._streams.discard()
+                if not self._aborted:
+                    self._guarded(self._write_seal)
+            if self.failure is not None and self._mine:
                 self._note_failure()
         finally:
             self._opened.set()
@@ -369,6 +401,7 @@ class TraceWriter:
             with contextlib.suppress(OSError, TraceError):
                 saved = read_manifest(self._store, open_seal_name(self.manifest.rank))
                 saved.recorder, saved.stopped = "", reason(self.failure)
+                saved.waited_seconds = self.waited
                 saved.write(self._store, open_seal_name(saved.rank))
 
     def _guarded(self, work: Callable[[], None]) -> None:
@@ -389,7 +422,8 @@ class TraceWriter:
             self._save()
         self._call = self._call if call is None else call
         self._dirty = True
-        self._streams.add(kind, item)
+        for one in item if kind == "parts" else [(kind, item)]:
+            self._streams.add(*one)
 
     def _save(self) -> None:
         """Put all that was taken into whole files, and say in the open seal that they belong together."""
@@ -397,6 +431,7 @@ class TraceWriter:
         self._saved_at = time.monotonic()
         self._dirty = False
         self.manifest.flushed = datetime.now(UTC).isoformat(timespec="seconds")
+        self.manifest.waited_seconds = self.waited
         try:
             self.manifest.write(self._store, open_seal_name(self.manifest.rank))
         except OSError as error:

@@ -114,9 +114,9 @@ class Form:
     target_width: int = 0
 
 
-def rope_of(config: Mapping[str, Any]) -> Rope:
-    """The rotary embedding of a decoder config, old keys or new."""
-    settings = engine.rope_settings(config)
+def rope_of(config: Mapping[str, Any], *, trained: bool = False) -> Rope:
+    """The rotary embedding of a decoder config, as the engine builds it or (`trained`) transformers."""
+    settings = engine.trained_rope(config) if trained else engine.rope_settings(config)
     known = ("rope_theta", "rope_type", "partial_rotary_factor")
     rest = {key: value for key, value in settings.items() if key not in known}
     kind, theta = str(settings["rope_type"]), float(settings["rope_theta"])
@@ -145,7 +145,7 @@ def form_of(config: Mapping[str, Any]) -> Form:
         residual, window = False, None
     return Form(
         eps=float(layer["rms_norm_eps"]),
-        rope=rope_of(layer),
+        rope=rope_of(layer, trained=nested),
         heads=int(layer["num_attention_heads"]),
         kv_heads=int(layer["num_key_value_heads"]),
         head_dim=int(layer["head_dim"]),
@@ -158,5 +158,6 @@ def form_of(config: Mapping[str, Any]) -> Form:
 
 
 def _window(layer: Mapping[str, Any]) -> int | None:
-    kinds = layer.get("layer_types") or []
-    return int(layer["sliding_window"]) if "sliding_attention" in kinds and layer.get("sliding_window") else None
+    kinds = layer.get("layer_types")
+    slides = isinstance(kinds, list) and "sliding_attention" in kinds
+    return int(layer["sliding_window"]) if slides and layer.get("sliding_window") else None

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +24,8 @@ from eagle_trace_sglang.remote import TOKEN_HEADER
 MOST_KEPT = 8
 #: recordings whose tokens are known
 MOST_KNOWN = 1024
+#: each start takes hooks on and off, and writes a folder
+MOST_STARTS, START_SECONDS = 20, 3.0
 
 
 class DeniedError(EagleTraceError):
@@ -56,10 +59,11 @@ class Keys:
         SGLang's own middleware asks the same question before; this does not depend on how it finds the route.
 
         Raises:
-            DeniedError: the server has a key, and this is not it.
+            DeniedError: the server has a key, and this is not it; or it has none, and a page in a browser asks.
         """
         wanted = self.admin_api_key or self.api_key
         if not wanted:
+            _refuse_pages(headers)
             return self.record_others
         kind, _, given = headers.get("authorization", "").partition(" ")
         if kind.lower() != "bearer" or not _same(given, wanted):
@@ -96,13 +100,42 @@ class Tokens:
             UsageError: too many do.
         """
         for name in [name for name in self._strangers if not there(name)]:
-            del self._digests[name]
+            self._digests.pop(name, None)
             self._strangers.discard(name)
         if len(self._strangers) >= MOST_KEPT:
             raise UsageError(
                 f"{MOST_KEPT} traces that clients without a key recorded lie on this server already, and it takes no "
                 "more: whoever recorded them must fetch or remove one"
             )
+
+
+class Pace:
+    """How often somebody without a key may start: `MOST_STARTS` times at once, then once per `START_SECONDS`."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._left, self._at = float(MOST_STARTS), clock()
+
+    def take(self) -> None:
+        """Count one more start.
+
+        Raises:
+            DeniedError: it is one too many.
+        """
+        now = self._clock()
+        self._left = min(float(MOST_STARTS), self._left + (now - self._at) / START_SECONDS)
+        self._at = now
+        if self._left < 1:
+            raise DeniedError(
+                f"clients without a key start a recording once per {START_SECONDS:.0f} s at most: ask again", 429
+            )
+        self._left -= 1
+
+
+def _refuse_pages(headers: Mapping[str, str]) -> None:
+    """Refuse what a page in somebody's browser asks of a server that only they can reach (SGLang allows any origin)."""
+    if "origin" in headers or headers.get("sec-fetch-site", "none") != "none":
+        raise DeniedError("a server without a key takes no orders from pages in a browser", 403)
 
 
 def keys_of(server_args: Any, *, record_others: bool) -> Keys:

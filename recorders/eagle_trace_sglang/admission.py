@@ -58,12 +58,18 @@ class Admission:
             raise UsageError(f"each request that is named needs a number of its own, from 0 to {MOST_REQUESTS - 1}")
 
     def wants(self, rid: str) -> bool:
-        """Whether request `rid` is one to record."""
+        """Whether request `rid` is one to record; its client chose it, so it may be anything."""
+        if not isinstance(rid, str):
+            return False
         if self.named is not None:
             return rid in self.named
         if rid.startswith(OWN_REQUESTS) or len(rid) > LONGEST_ID or not (self.match in ("", rid) or self._fits(rid)):
             return False
-        share = int.from_bytes(hashlib.blake2b(rid.encode(), digest_size=8).digest(), "big") / 2**64
+        try:
+            encoded = rid.encode()
+        except UnicodeEncodeError:
+            return False  # half a surrogate pair is no text, and no table could hold it
+        share = int.from_bytes(hashlib.blake2b(encoded, digest_size=8).digest(), "big") / 2**64
         return share < self.sample
 
     def _fits(self, rid: str) -> bool:
@@ -97,7 +103,7 @@ class Admitted:
 
     def take(self, rid: str, token_ids: Sequence[int]) -> bool:
         """Take request `rid` with the prompt `token_ids` if it is one to record and there is room for it."""
-        if rid in self.ids or self.full or not self.admission.wants(rid):
+        if self.full or not self.admission.wants(rid) or rid in self.ids:
             return False
         if self.admission.named is not None:
             self.ids[rid] = self.admission.named[rid][0]

@@ -11,7 +11,7 @@ import os
 import stat
 import tarfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from http.client import HTTPException
 from pathlib import Path
 from typing import BinaryIO
@@ -35,7 +35,7 @@ class ArchiveError(Exception):
     """The stream is not a whole trace; the message is the reason in a few words."""
 
 
-def pack(path: Path) -> tuple[int, Iterator[bytes]]:
+def pack(path: Path) -> tuple[int, Generator[bytes]]:
     """Length in bytes, and the bytes, of the trace at `path`.
 
     The length is known before the first byte, and a file that changes meanwhile raises from the iterator, so that a
@@ -50,7 +50,7 @@ def pack(path: Path) -> tuple[int, Iterator[bytes]]:
     return length, _blocks(path, files, headers)
 
 
-def _blocks(path: Path, files: dict[str, int], headers: dict[str, bytes]) -> Iterator[bytes]:
+def _blocks(path: Path, files: dict[str, int], headers: dict[str, bytes]) -> Generator[bytes]:
     for name, size in files.items():
         yield headers[name]
         # not through a link, and not waiting for whoever writes into a pipe

@@ -8,10 +8,11 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from fastapi import Request
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from starlette.requests import ClientDisconnect
 
 from eagle_trace.errors import EagleTraceError, UsageError
 from eagle_trace.manifest import without_secrets
@@ -23,9 +24,13 @@ from eagle_trace_sglang.orders import Order
 from eagle_trace_sglang.remote import STOPPED_LENGTH
 
 MOST_BYTES = 2 << 20
+#: values in a body: ten counts for each of `MOST_REQUESTS`, and more; reading them takes a few hundredths of a second
+MOST_VALUES = 200_000
+#: letters of what a client says beside that: it is written again whenever a manifest is
+MOST_SAID = 64 << 10
 MOST_REQUESTS = 10_000
 #: how long a body may take to arrive
-BODY_SECONDS = 30.0
+BODY_SECONDS = 10.0
 #: a client that names its requests asks for the status far more often than this
 LEASE_SECONDS = 60.0
 LONGEST_SECONDS = 86_400.0
@@ -35,10 +40,12 @@ STRANGER_SECONDS = 3600.0
 OWN_ID = re.compile(r"eagle-trace-[0-9a-f]{32}-\d{1,7}", re.ASCII)
 
 Rid = Annotated[str, Field(min_length=1, max_length=256)]
-Number = Annotated[int, Field(ge=0, lt=DP_STRIDE)]
+# strict: true is no number, and "1" is none either
+Number = Annotated[int, Field(ge=0, lt=DP_STRIDE, strict=True)]
+Count = Annotated[int, Field(ge=1, lt=1 << 31, strict=True)]
 Key = Annotated[str, Field(max_length=1024)]
 Chosen = Annotated[str, Field(max_length=20_000)]
-Finite = Annotated[float, Field(allow_inf_nan=False)]
+Finite = Annotated[float, Field(allow_inf_nan=False, strict=True)]
 
 
 class BodyError(EagleTraceError):
@@ -61,9 +68,25 @@ class Settings(BaseModel):
 
     model_config = ConfigDict(extra="allow")
 
-    max_new_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
-    batch_size: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
+    max_new_tokens: Count | None = None
+    batch_size: Count | None = None
     temperature: Annotated[Finite, Field(ge=0)] | None = None
+
+    @model_validator(mode="after")
+    def _is_short(self) -> Self:
+        if self.model_extra and len(json.dumps(self.model_extra)) > MOST_SAID:
+            raise ValueError(f"more than {MOST_SAID} letters of what the recorder does not know")
+        return self
+
+    def said(self) -> dict[str, Any]:
+        """As the manifest has it."""
+        known = self.model_dump(include=set(type(self).model_fields), exclude_none=True)
+        return known | ({"client": self.model_extra} if self.model_extra else {})
+
+
+class LastSettings(Settings):
+    """What is known at the end: the server's own counts for each request, too."""
+
     server_counts: (
         Annotated[
             dict[Rid, Annotated[dict[Annotated[str, Field(max_length=64)], Finite], Field(max_length=64)]],
@@ -71,11 +94,6 @@ class Settings(BaseModel):
         ]
         | None
     ) = None
-
-    def said(self) -> dict[str, Any]:
-        """As the manifest has it."""
-        known = self.model_dump(include=set(type(self).model_fields), exclude_none=True)
-        return known | ({"client": self.model_extra} if self.model_extra else {})
 
 
 class StartBody(BaseModel):
@@ -87,7 +105,7 @@ class StartBody(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     named: Annotated[dict[Rid, tuple[Number, Key]], Field(min_length=1, max_length=MOST_REQUESTS)] | None = None
-    requests: Annotated[int, Field(ge=1, le=MOST_REQUESTS)] = MOST_REQUESTS
+    requests: Annotated[int, Field(ge=1, le=MOST_REQUESTS, strict=True)] = MOST_REQUESTS
     match: Annotated[str, Field(max_length=256)] = ""
     sample: Annotated[Finite, Field(gt=0, le=1)] = 1.0
     level: Literal["shapes", "stats", "sketch", "values"] = "values"
@@ -95,7 +113,7 @@ class StartBody(BaseModel):
     sites: Chosen | None = None
     roots: Chosen | None = None
     steps: Chosen | None = None
-    keep_cuda_graphs: bool = False
+    keep_cuda_graphs: Annotated[bool, Field(strict=True)] = False
     seconds: Annotated[Finite, Field(gt=0, le=LONGEST_SECONDS)] | None = None
     settings: Settings = Settings()
     argv: Annotated[list[Annotated[str, Field(max_length=4096)]], Field(max_length=1000)] = []
@@ -144,30 +162,58 @@ class FinishBody(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    settings: Settings = Settings()
+    settings: LastSettings = LastSettings()
     stopped: Annotated[str, Field(max_length=STOPPED_LENGTH), AfterValidator(quoted)] | None = "told to stop"
 
 
 Body = TypeVar("Body", bound=BaseModel)
 
 
-async def read_body(request: Request, kind: type[Body]) -> Body:
-    """The body of a request, read no further than it may be long.
+class Reader:
+    """Reads bodies, `most` at a time; one more ends the wait for the oldest, so that nobody keeps others out."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._waits: dict[int, asyncio.Timeout] = {}
+
+    async def read(self, request: Request) -> bytes:
+        """The body of a request, read no further than it may be long.
+
+        Raises:
+            BodyError: it is too long, or does not arrive.
+        """
+        data = bytearray()
+        if len(self._waits) >= self._most:
+            self._waits.pop(next(iter(self._waits))).reschedule(0.0)
+        try:
+            async with asyncio.timeout(BODY_SECONDS) as wait:
+                self._waits[id(wait)] = wait
+                try:
+                    async for part in request.stream():
+                        data += part
+                        if len(data) > MOST_BYTES:
+                            raise BodyError(
+                                f"the body is longer than {MOST_BYTES} bytes, which is as much as is read", 413
+                            )
+                finally:
+                    self._waits.pop(id(wait), None)
+        except TimeoutError:
+            raise BodyError(
+                f"the body did not arrive within {BODY_SECONDS:.0f} s, or before {self._most} others", 408
+            ) from None
+        except ClientDisconnect:
+            raise BodyError("the body did not arrive", 408) from None
+        return bytes(data)
+
+
+def parse_body(data: bytes, kind: type[Body]) -> Body:
+    """What a body says. Takes a while for a long one: not for an event loop.
 
     Raises:
         BodyError: it is not what it must be; the message is one sentence.
     """
-    data = bytearray()
     try:
-        async with asyncio.timeout(BODY_SECONDS):
-            async for part in request.stream():
-                data += part
-                if len(data) > MOST_BYTES:
-                    raise BodyError(f"the body is longer than {MOST_BYTES} bytes, which is as much as is read", 413)
-    except TimeoutError:
-        raise BodyError(f"the body did not arrive within {BODY_SECONDS:.0f} s", 408) from None
-    try:
-        given = parse_json(bytes(data)) if data.strip() else {}
+        given = parse_json(data, MOST_VALUES) if data.strip() else {}
         if b"\\u" in data:
             json.dumps(given, ensure_ascii=False).encode()  # half a surrogate pair is no text, and could not be written
         return kind.model_validate(given)

@@ -16,12 +16,11 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from multiprocessing import AuthenticationError
-from multiprocessing.connection import wait
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from eagle_trace.errors import HostError, RecordingError, UsageError
-from eagle_trace.patience import FOLDER_SECONDS, MAX_WAIT, within
+from eagle_trace.patience import FOLDER_SECONDS, MAX_WAIT, leave_behind, within
 from eagle_trace.store import as_place, join, open_store, reason
 from eagle_trace.writer import prepare_output, remove_empty
 from eagle_trace_sglang.described import server_manifest
@@ -36,10 +35,12 @@ ARM_SECONDS = 10.0
 BEGIN_SECONDS = 60.0
 SEAL_SECONDS = 600.0
 #: how long a server that is shut down may take to seal
-CLOSE_SECONDS = 5.0
+CLOSE_SECONDS = 4.0
 #: how long a recorder may take to say what it has counted, before what it said last is told again
 COUNT_SECONDS = 0.5
 WATCH_SECONDS = 0.2
+#: how long it takes to listen to a recorder that has just connected
+LISTEN_SECONDS = 0.1
 REMOVE_SECONDS = 2.0
 #: recordings of which it is still known how they ended
 MOST_OUTCOMES = 64
@@ -90,12 +91,13 @@ class Control:
         if not first:
             self._closed.wait(seconds)
             return
+        deadline = time.monotonic() + seconds
         try:
             self.finish(stopped="the server ended", seconds=seconds)
         except (RecordingError, UsageError) as error:
             logger.error("eagle-trace: %s", error)  # noqa: TRY400 (a sentence, not a bug)
         finally:
-            self._wait_until_removed()
+            self._wait_until_removed(deadline)
             self._closed.set()
             self._session.close()
 
@@ -207,12 +209,12 @@ class Control:
         run = self._run
         if run is None or only not in (None, run.order.out):
             return None
-        given = settings or {}
+        given, deadline = settings or {}, time.monotonic() + seconds
         self._tell(packed(("finish", run.number, given, stopped)))
         run.called_off = True
         if not self._wait(lambda: run.outcome is not None, seconds):
             self._give_up(run, RecordingError(f"{run.order.out} was not sealed within {seconds:g} s"))
-        self._wait_until_removed()
+        self._wait_until_removed(deadline)
         self._raise_failure(run.outcome)
         return run.order.out
 
@@ -252,10 +254,10 @@ class Control:
         """Wait until no recording is going on; False if one still is after so many seconds."""
         return self._wait(lambda: self._run is None, seconds)
 
-    def _wait_until_removed(self) -> None:
+    def _wait_until_removed(self, deadline: float) -> None:
         """Wait for the removal of a trace without rows, but not for a disk that hangs."""
         if self._removing is not None:
-            self._removing.join(REMOVE_SECONDS)
+            self._removing.join(max(0.0, min(REMOVE_SECONDS, deadline - time.monotonic())))
 
     def _watch(self, run: Run) -> None:
         """End a recording whose time is up, or whose client went away."""
@@ -290,6 +292,7 @@ class Control:
                 target=_remove, args=(run.order.out,), name="eagle-trace-remove", daemon=True
             )
             self._removing.start()
+            leave_behind(self._removing)
         if self._run is run:
             self._run = None
         self._changed.notify_all()
@@ -301,11 +304,12 @@ class Control:
         while not self._closed.is_set():
             try:
                 sources: list[Any] = [self._session, *(rank.connection for rank in self._ranks if rank.alive)]
-                ready: list[Any] = wait(sources, timeout=0.5)
+                ready: list[Any] = wait(sources, timeout=LISTEN_SECONDS)
                 if self._session in ready:
                     ready.remove(self._session)
-                    with contextlib.suppress(AuthenticationError, EOFError):  # somebody, but no recorder of ours
-                        self._ranks.append(Rank(self._session.accept()[1]))
+                    # not here: somebody who says nothing must not make this one deaf
+                    greet = partial(self._greet, self._session.accept())
+                    threading.Thread(target=greet, name="eagle-trace-greeting", daemon=True).start()
             except (OSError, ValueError):
                 return  # closed under our hands
             for source in ready:
@@ -314,8 +318,14 @@ class Control:
                     message: Message = rank.connection.recv()
                 except (EOFError, OSError):
                     rank.alive = False
-                    message = ("failed", None, "the scheduler process ended", "")
+                    message = ("failed", None, "the scheduler process ended", "", 0.0)
                 self._take(rank, message)
+
+    def _greet(self, connection: Connection) -> None:
+        if self._session.greet(connection):
+            rank = Rank(connection)
+            with self._changed:
+                self._ranks.append(rank)
 
     def _take(self, rank: Rank, message: Message) -> None:
         name, *arguments = message
@@ -342,12 +352,16 @@ class Control:
             why = "another rank failed" if failures else stopped
             self._tell(packed(("finish", run.number, {}, why)))
         if failures:
-            self._close_run(run, {"outcome": "failed", "why": failures[0][0], "detail": failures[0][1]})
+            why, detail, _ = failures[0]
+            waited = max(seconds for *_, seconds in failures)
+            self._close_run(run, {"outcome": "failed", "why": why, "detail": detail, "waited_seconds": waited})
         elif all(rank.ended for rank in self._ranks):
             sealed = [rank.said["sealed"][0] for rank in self._ranks]
             # every rank writes files of its own
             written = {name: sum(one.get(name, 0) for one in sealed) for name in ("bytes", "files")}
-            self._close_run(run, {"outcome": "sealed", **sealed[0], **written, "stopped": stopped})
+            waited = max(one.get("waited_seconds", 0.0) for one in sealed)
+            ended = {"stopped": stopped, "waited_seconds": waited}
+            self._close_run(run, {"outcome": "sealed", **sealed[0], **written, **ended})
 
     def _armed(self) -> bool:
         facts = [rank.facts for rank in self._ranks if rank.facts]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from eagle_trace.checkpoints import read_config
+from eagle_trace.checkpoints import read_config, text_config
 from eagle_trace.errors import CheckpointError, UsageError
 
 TENSOR_PARALLEL = ("--tp", "--tp-size", "--tensor-parallel-size")
@@ -64,14 +64,15 @@ def check_deployment(target: Path, draft: Path) -> tuple[dict[str, Any], dict[st
             f"the draft {draft} is no EAGLE-3 draft for SGLang: its config says {draft_config.get('architectures')}, "
             'not ["LlamaForCausalLMEagle3"]'
         )
-    if not list(draft.glob("*.safetensors")) and not list(draft.glob("*.bin")):
-        raise CheckpointError(f"the draft {draft} has no weights (*.safetensors)")
-    text = target_config.get("text_config", target_config)
-    wide, narrow = text.get("hidden_size"), draft_config.get("hidden_size")
+    if not any(any(draft.glob(pattern)) for pattern in ("*.safetensors", "*.bin", "*.pt")):
+        raise CheckpointError(f"the draft {draft} has no weights: SGLang loads *.safetensors, else *.bin, else *.pt")
+    # a draft of another width says what it is fed, and keeps an embedding of its own
+    wide = text_config(target_config).get("hidden_size")
+    narrow = draft_config.get("target_hidden_size") or draft_config.get("hidden_size")
     if wide != narrow:
         raise CheckpointError(
-            f"target and draft do not fit: the target is {wide} wide, the draft {narrow}, and SGLang gives the draft "
-            "the target's embedding; use the target this draft was trained for"
+            f"target and draft do not fit: the target is {wide} wide, and the draft takes features of {narrow}; "
+            "use the target this draft was trained for"
         )
     return target_config, draft_config
 

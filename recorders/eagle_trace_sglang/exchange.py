@@ -22,12 +22,31 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from eagle_trace.errors import HostError, UsageError
+from eagle_trace.printable import printable
 
 #: JSON that is nested deeper than this is nobody's answer
 DEEPEST = 32
 ERROR_BYTES = 64 << 10
 #: longer than anybody waits, and as long as a socket can
 LONGEST_SECONDS = 1e6
+#: bytes that are read at once
+BLOCK_BYTES = 1 << 20
+#: a server that means well says no more values than that: reading them takes far longer than reading text
+BYTES_PER_VALUE = 8
+
+
+class RefusedError(Exception):
+    """An answer that is no success.
+
+    Attributes:
+        code: its status.
+        text: the beginning of what it says, empty where that does not come.
+        location: where it sends on to.
+    """
+
+    def __init__(self, code: int, text: bytes, location: str | None) -> None:
+        super().__init__(code)
+        self.code, self.text, self.location = code, text, location
 
 
 class Deadline:
@@ -118,7 +137,7 @@ def exchange(
     """The answer to one request, while it may be read.
 
     Raises:
-        urllib.error.HTTPError: an answer that is no success, redirects among them.
+        RefusedError: an answer that is no success, redirects among them.
         HostError: nobody answers there, not in time, or not to the end.
     """
     data = None if body is None else json.dumps(body).encode()
@@ -129,9 +148,11 @@ def exchange(
             with _opener(deadline).open(request, timeout=seconds) as response:
                 yield response
         except urllib.error.HTTPError as error:
+            with error:
+                text = _beginning(error)  # here, where the deadline holds for it as well
             if deadline.expired:
                 raise _late(url, path, seconds) from error
-            raise
+            raise RefusedError(error.code, text, error.headers.get("Location")) from error
         except Exception as error:
             if deadline.expired or isinstance(error, TimeoutError):
                 raise _late(url, path, seconds) from error
@@ -147,12 +168,30 @@ def _late(url: str, path: str, seconds: float) -> HostError:
     return HostError(f"{url} did not answer {path} within {seconds:.0f} s")
 
 
+def _beginning(error: urllib.error.HTTPError) -> bytes:
+    try:
+        return error.read(ERROR_BYTES)
+    except (OSError, HTTPException, ValueError):
+        return b""
+
+
+class _Response(HTTPResponse):
+    """An answer without chunks of negative length, each of which would be read to the end of the stream at once."""
+
+    def _read_next_chunk_size(self) -> int:
+        size: int = super()._read_next_chunk_size()  # type: ignore[misc]
+        if size < 0:
+            raise ValueError(f"a chunk of {size} bytes")
+        return size
+
+
 def _opener(deadline: Deadline) -> urllib.request.OpenerDirector:
     """What opens http and https and follows nothing: a key must not travel to another server."""
 
     def timed(kind: type[HTTPConnection]) -> Callable[..., HTTPConnection]:
         def make(*arguments: Any, **options: Any) -> HTTPConnection:
             made = kind(*arguments, **options)
+            made.response_class = _Response
             connect = made._create_connection  # type: ignore[attr-defined]
 
             def connected(address: Any, _timeout: Any = None, *more: Any) -> socket.socket:
@@ -192,18 +231,24 @@ def read_json(response: Any, limit: int) -> Any:
     Raises:
         ValueError: it is not that; the message is the reason in a few words.
     """
-    data = response.read(limit + 1)
-    if len(data) > limit:
-        raise ValueError(f"more than {limit} bytes")
-    return parse_json(data)
+    data = bytearray()
+    # block by block: of an answer in tiny chunks, each chunk is an object until the read is over
+    while block := response.read(BLOCK_BYTES):
+        data += block
+        if len(data) > limit:
+            raise ValueError(f"more than {limit} bytes")
+    return parse_json(bytes(data), limit // BYTES_PER_VALUE)
 
 
-def parse_json(data: bytes) -> Any:
-    """`data` as JSON, not nested deeper than `DEEPEST`, its numbers finite.
+def parse_json(data: bytes, most: int) -> Any:
+    """`data` as JSON: at most `most` values, not nested deeper than `DEEPEST`, its numbers finite.
 
     Raises:
         ValueError: it is not that; the message is the reason in a few words.
     """
+    # each value but the first stands behind one of these; counted before any of them takes memory and time
+    if sum(map(data.count, (b",", b"[", b"{"))) > most:
+        raise ValueError(f"more than {most} values")
     try:
         value = json.loads(data, parse_constant=_no_number)
     except RecursionError:
@@ -230,5 +275,4 @@ def _no_number(name: str) -> None:
 
 def quoted(text: str, length: int = 300) -> str:
     """What a server said, fit for one line of a terminal."""
-    line = " ".join(text[: 4 * length].split())
-    return "".join(one if one.isprintable() else "\N{REPLACEMENT CHARACTER}" for one in line)[:length]
+    return printable(" ".join(text[: 4 * length].split()))[:length]

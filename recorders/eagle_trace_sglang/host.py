@@ -111,7 +111,8 @@ class Host:
         source: Any = self._session if self._connection is None else self._connection
         if wait([source], timeout=0.5):
             if self._connection is None:
-                _, self._connection = self._session.accept()
+                connection = self._session.accept()
+                self._connection = connection if self._session.greet(connection) else None
                 return
             try:
                 message: Message = self._connection.recv()

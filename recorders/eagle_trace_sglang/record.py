@@ -15,7 +15,7 @@ from eagle_trace.errors import HostError, RecordingError, UsageError
 from eagle_trace.prompts import read_prompts
 from eagle_trace.reader import open_trace
 from eagle_trace.selection import EVERYTHING, Selection, parse_bytes, select_prompts
-from eagle_trace.store import Place, is_url, reason
+from eagle_trace.store import FOLDER_MODE, Place, is_url, reason
 from eagle_trace.writer import check_output, prepare_output, remove_empty
 from eagle_trace_sglang.admission import DEFAULT_REQUESTS, Admission
 from eagle_trace_sglang.orders import Order
@@ -197,7 +197,7 @@ def _hidden_beside(out: Path) -> Iterator[Path]:
         out.parent.mkdir(parents=True, exist_ok=True)
         hidden = Path(tempfile.mkdtemp(prefix=f".{out.name[:100]}.", dir=out.parent))
         try:
-            (hidden / "trace").mkdir()
+            (hidden / "trace").mkdir(mode=FOLDER_MODE)
             yield hidden / "trace"
         finally:
             shutil.rmtree(hidden, ignore_errors=True)

@@ -47,8 +47,8 @@ KEPT_GRAPHS = (
 )
 #: how long a rank that is behind may take to record what rank 0 has recorded
 CATCH_UP_SECONDS = 30.0
-#: how long a process that ends may take to seal
-LEAVE_SECONDS = 5.0
+#: how long a process that ends may take to seal: of the 5 s that are promised, the rest is for all else
+LEAVE_SECONDS = 3.0
 PACKAGES = ("sglang", "torch", "transformers", "numpy", "eagle-trace")
 
 
@@ -84,6 +84,8 @@ class ServeRecorder:
     @classmethod
     def attach(cls, worker: Any) -> ServeRecorder:
         """Connect to SGLang's main process, report what was found, and wait for orders in a thread of its own."""
+        import pandas  # noqa: F401 (pyarrow imports it with its first array: not while the first recording runs)
+
         connection = connect("recorder", SESSION)
         if connection is None:
             raise RuntimeError("armed without a session")
@@ -164,7 +166,7 @@ class ServeRecorder:
                 self._leave()
                 return
             except Exception as error:  # noqa: BLE001 (an order that cannot be read is no reason to be deaf)
-                self._say("failed", None, *_words(error))
+                self._say_failed(None, error)
                 continue
             if name == "counts":
                 active = self._active
@@ -181,7 +183,7 @@ class ServeRecorder:
             try:
                 order(number, *arguments)
             except Exception as error:  # noqa: BLE001 (reported, never raised into the host)
-                self._say("failed", number, *_words(error))
+                self._say_failed(number, error)
 
         threading.Thread(target=obey, name=f"eagle-trace{order.__name__}", daemon=True).start()
 
@@ -296,7 +298,7 @@ class ServeRecorder:
         try:
             active.recording.seal(settings, stopped)
         except Exception as error:  # noqa: BLE001 (reported, never raised into the host)
-            self._say("failed", active.number, *_words(error))
+            self._say_failed(active.number, error, active.recording.writer.waited)
         else:
             self._say("sealed", active.number, active.recording.outcome)
 
@@ -306,7 +308,7 @@ class ServeRecorder:
             threading.Thread(
                 target=active.recording.abort, args=(error,), name="eagle-trace-abort", daemon=True
             ).start()
-            self._say("failed", active.number, *_words(error))
+            self._say_failed(active.number, error, active.recording.writer.waited)
 
     def _guarded(self, event: Callable[[Recording], None]) -> None:
         """Tell the recording, if there is one, such that an error ends it and not the host's forward."""
@@ -317,6 +319,9 @@ class ServeRecorder:
             event(active.recording)
         except Exception as error:  # noqa: BLE001 (reported, never raised into the host)
             self._fail(active, error)
+
+    def _say_failed(self, number: int | None, error: BaseException, waited: float = 0.0) -> None:
+        self._say("failed", number, *_words(error), waited)
 
     def _say(self, *message: Any) -> None:
         self._outbox.put(packed(message))

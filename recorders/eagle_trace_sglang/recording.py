@@ -62,6 +62,7 @@ class Recording:
         self.calls = 0
         self.rows = 0
         self._shard_of = cache(lambda site: shard_of(site, model))
+        self._wanted = cache(self._is_wanted)
         self._target_width = target_width
         self._hot_token_id = hot_token_id
         self._admitted = Admitted(order.admission)
@@ -106,7 +107,8 @@ class Recording:
         """The counts of a sealed recording, what this rank wrote of it, and why it ended early."""
         manifest = self.writer.manifest
         written = sum(facts["bytes"] for facts in manifest.files.values()) + len(manifest.to_bytes())
-        return self.counts | {"bytes": written, "files": len(manifest.files) + 1, "stopped": manifest.stopped}
+        files = {"bytes": written, "files": len(manifest.files) + 1}
+        return self.counts | files | {"stopped": manifest.stopped, "waited_seconds": manifest.waited_seconds}
 
     def _new_prompt(self, rid: str, request: Any) -> dict[str, Any]:
         """What is known of a request before it is computed; nothing here changes while it is."""
@@ -196,10 +198,16 @@ class Recording:
         """
         call, self._call = self._call, None
         with self._lock:
-            if call is not None and not self._closed:
+            if call is None or self._closed:
+                return
+            if self.writer.failure is not None:
+                raise self.writer.failure
+            with self.writer.together(self.calls):
                 self._write(call)
+            self.calls += 1
+            self.rows += len(call.rows)
 
-    def _wanted(self, site: str, width: int) -> bool:
+    def _is_wanted(self, site: str, width: int) -> bool:
         """Whether a site, or something made of it, is kept."""
         wants = self.order.selection.wants
         made = {"fused": [name for name, _ in fused_slices(width, self._target_width)], "logits": ["topk.draft_id"]}
@@ -207,11 +215,8 @@ class Recording:
 
     def _write(self, call: _Call) -> None:
         writer, wants = self.writer, self.order.selection.wants
-        if writer.failure is not None:
-            raise writer.failure
         facts, rows = call.facts, call.rows
         writer.put_rows(rows)
-        self.rows += len(rows)
         fused = call.captures.get("fused")
         if isinstance(fused, np.ndarray):
             for name, columns in fused_slices(fused.shape[-1], self._target_width):
@@ -234,7 +239,6 @@ class Recording:
         shapes = [{"site": site, "shape": shape, "dtype": dtype} for site, (shape, dtype) in call.shapes.items()]
         record = {"call_id": self.calls, "role": "draft", "mode": facts.mode, "shapes": shapes}
         writer.put_record("calls", record | {"batch_size": len(facts.rids), "tokens": len(facts.input_ids)})
-        self.calls += 1
 
     def _write_topk(self, rows: Rows, logits: Array) -> None:
         draft_ids, scores, logprobs = best_ids(logits, TOPK)

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+import threading
 import time
-import urllib.error
 from collections.abc import Callable, Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field, replace
-from http.client import HTTPException, HTTPResponse
+from functools import partial
+from http.client import HTTPResponse
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,13 @@ from eagle_trace.prompts import Prompt, check_tokens
 from eagle_trace.reader import open_trace
 from eagle_trace_sglang.answers import Ended, Told, understood
 from eagle_trace_sglang.archive import ArchiveError, unpack
-from eagle_trace_sglang.exchange import ERROR_BYTES, check_address, check_key, exchange, parse_json, quoted, read_json
+from eagle_trace_sglang.exchange import RefusedError, check_address, check_key, exchange, parse_json, quoted, read_json
 from eagle_trace_sglang.requests import Request, speculation
 
 #: how long a server may take to say what it is doing, and to write a seal
 STATUS_SECONDS = 30.0
+#: how long it may take to hear that nobody waits for an answer any more
+ABORT_SECONDS = 5.0
 SEAL_SECONDS = 600.0
 POLL_SECONDS = 0.5
 RENEW_SECONDS = 5.0
@@ -37,7 +40,7 @@ FETCH_SECONDS = 60.0
 GRACE_SECONDS = 60.0
 #: largest answer that is read: of the recorder, and to a prompt
 TOLD_BYTES = 1 << 20
-ANSWER_BYTES = 64 << 20
+ANSWER_BYTES = 32 << 20
 #: letters of a reason that a server takes (`bodies.FinishBody`)
 STOPPED_LENGTH = 500
 #: says whose recording it is; the server gives it to whoever starts one
@@ -108,13 +111,13 @@ class Remote:
         meta = answer.get("meta_info") if isinstance(answer, dict) else None
         return meta if isinstance(meta, dict) else {}
 
-    def abort(self, rid: str) -> None:
-        """Tell the server to give a request up."""
-        with (
-            contextlib.suppress(HostError, RecordingError, PromptsError),
-            self._open("POST", "/abort_request", {"rid": rid}, STATUS_SECONDS),
-        ):
-            pass
+    def abort(self, rid: str) -> bool:
+        """Tell the server to give a request up; whether it has heard."""
+        try:
+            with self._open("POST", "/abort_request", {"rid": rid}, ABORT_SECONDS):
+                return True
+        except (HostError, RecordingError, PromptsError):
+            return False
 
     def fetch(self, name: str, ended: Ended, out: Path) -> None:
         """Put the files of the server's trace `name` into `out`, an empty folder that is nobody else's.
@@ -181,15 +184,11 @@ class Remote:
         try:
             with exchange(method, self.url, path, body, headers, seconds) as response:
                 yield response
-        except urllib.error.HTTPError as error:
+        except RefusedError as error:
             raise self._refused(path, error) from error
 
-    def _refused(self, path: str, error: urllib.error.HTTPError) -> RecordingError | HostError | PromptsError:
-        code, ours = error.code, path.startswith("/eagle_trace")
-        try:
-            text = error.read(ERROR_BYTES)
-        except (OSError, HTTPException, ValueError):
-            text = b""
+    def _refused(self, path: str, error: RefusedError) -> RecordingError | HostError | PromptsError:
+        code, text, ours = error.code, error.text, path.startswith("/eagle_trace")
         if code == 401 and ours:
             return HostError(
                 f"the server at {self.url} wants another key for recording: its admin key if it has one "
@@ -208,7 +207,7 @@ class Remote:
                 "EAGLE_TRACE_OUT=FOLDER in its environment"
             )
         if 300 <= code < 400:
-            there = quoted(error.headers.get("Location") or "nowhere")
+            there = quoted(error.location or "nowhere")
             return HostError(f"{self.url} sends on to {there}, which is not followed: give the address itself")
         kind = PromptsError if code == 400 else HostError
         return kind(f"the server at {self.url} answered {path} with {code}: {quoted(text.decode(errors='replace'))}")
@@ -223,7 +222,7 @@ def _require_end(response: HTTPResponse) -> None:
 def _error_of(text: bytes) -> str:
     """The sentence in ``{"error": ...}``, or nothing."""
     with contextlib.suppress(ValueError):
-        answer = parse_json(text)
+        answer = parse_json(text, len(text))
         if isinstance(answer, dict) and isinstance(answer.get("error"), str):
             return quoted(answer["error"])
     return ""
@@ -319,12 +318,11 @@ def _ask(remote: Remote, request: Request, progress: Progress) -> tuple[dict[str
     waiting = list(zip(request.rids, request.prompts, strict=True))
     running: dict[Future[dict[str, Any]], str] = {}
     unanswered: list[HostError | PromptsError] = []
-    pool = ThreadPoolExecutor(request.batch_size)
     try:
         while waiting or running:
             while waiting and len(running) < request.batch_size:
                 rid, prompt = waiting.pop(0)
-                running[pool.submit(remote.generate, prompt, rid, request.sampling)] = rid
+                running[_begun(partial(remote.generate, prompt, rid, request.sampling))] = rid
             done, _ = wait(running, RENEW_SECONDS, return_when=FIRST_COMPLETED)
             if time.monotonic() - renewed >= RENEW_SECONDS:
                 renewed = time.monotonic()
@@ -347,8 +345,8 @@ def _ask(remote: Remote, request: Request, progress: Progress) -> tuple[dict[str
     finally:
         # after an interruption: requests that nobody waits for any more
         for rid in running.values():
-            remote.abort(rid)
-        pool.shutdown(wait=False, cancel_futures=True)
+            if not remote.abort(rid):
+                break
     if len(unanswered) == len(request.prompts):
         raise type(unanswered[0])(f"no prompt was answered: {unanswered[0]}")
     counts = {rid: counted for rid, counted in counts.items() if counted}
@@ -358,6 +356,20 @@ def _ask(remote: Remote, request: Request, progress: Progress) -> tuple[dict[str
         else None
     )
     return {"server_counts": counts}, why
+
+
+def _begun(ask: Callable[[], dict[str, Any]]) -> Future[dict[str, Any]]:
+    """What `ask` will return, from a thread that keeps nobody from ending the program: a server may never answer."""
+    future: Future[dict[str, Any]] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(ask())
+        except BaseException as error:  # noqa: BLE001 (raised where the result is asked for)
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="eagle-trace-ask", daemon=True).start()
+    return future
 
 
 def _wait_for_others(remote: Remote, seconds: float | None, progress: Progress) -> Told:

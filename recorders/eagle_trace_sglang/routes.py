@@ -7,12 +7,16 @@
 - ``GET /eagle_trace/traces/NAME``: a finished trace as a tar stream; ``DELETE`` removes it from the server.
 
 What is not done is answered with ``{"error": one sentence}`` and a status: 401 or 403 for who may not (`access`), 413
-and 422 for a body that does not make sense (`bodies`), 404 for no such trace, 409 for all else.
+and 422 for a body that does not make sense (`bodies`), 404 for no such trace, 429 for too much at once, 409
+for all else.
 """
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import shutil
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -21,22 +25,41 @@ from typing import Any
 import anyio
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from eagle_trace.contents import trace_files
 from eagle_trace.errors import EagleTraceError, RecordingError, TraceNotFoundError, UsageError
 from eagle_trace.manifest import rank_of_seal
+from eagle_trace.patience import FOLDER_SECONDS, within
 from eagle_trace.store import as_place, is_url, join, open_store, reason
-from eagle_trace_sglang.access import DeniedError, Keys, Tokens
+from eagle_trace_sglang.access import DeniedError, Keys, Pace, Tokens
 from eagle_trace_sglang.answers import NAME
 from eagle_trace_sglang.archive import pack
-from eagle_trace_sglang.bodies import BodyError, FinishBody, StartBody, read_body
+from eagle_trace_sglang.bodies import BodyError, FinishBody, Reader, StartBody, parse_body
 from eagle_trace_sglang.control import Control, next_place
 from eagle_trace_sglang.plugin import RECORD_OTHERS
 
 NO_TRACE = "this server has no such trace, or not for somebody without its token or the server's key"
-#: requests to these routes that are worked on, or wait to be
-MOST_AT_ONCE = 16
+#: bodies that are read at once; starts and ends that are waited for, of them those of clients without a key; downloads
+MOST_READ, MOST_AT_ONCE, MOST_OF_STRANGERS, MOST_SENT = 32, 16, 8, 2
+#: threads for all else
 WORKERS = 4
+
+logger = logging.getLogger(__name__)
+
+
+class _Download(StreamingResponse):
+    """A stream of blocks, and what to do when it has ended, however it did."""
+
+    def __init__(self, blocks: AsyncIterator[bytes], length: int, ended: Callable[[], None]) -> None:
+        super().__init__(blocks, media_type="application/x-tar", headers={"Content-Length": str(length)})
+        self._ended = ended
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._ended()
 
 
 class Routes:
@@ -55,7 +78,10 @@ class Routes:
         self._keys = keys
         self._ceiling = ceiling
         self._tokens = Tokens()
+        self._pace = Pace()
+        self._reader = Reader(MOST_READ)
         self._at_once = 0
+        self._sent: Counter[str] = Counter()
 
     async def status(self, request: Request) -> JSONResponse:
         """What is going on; to somebody without key and token, the state alone."""
@@ -82,12 +108,15 @@ class Routes:
             place = next_place(self._folder)
             order = body.order(place, self._ceiling, stranger=stranger)
             if stranger:
-                self._tokens.make_room(self._is_there)
+                if self._control.recording_into is not None:
+                    raise UsageError("another recording is going on: ask again when the state is ready")
+                self._pace.take()
+                within(FOLDER_SECONDS, lambda: self._tokens.make_room(self._is_there), "the folder of the traces")
             self._control.start(order)
             token = self._tokens.issue(_name(place), stranger=stranger)
             return self._control.status() | {"out": place, "token": token}
 
-        return JSONResponse(await self._with_body(request, StartBody, begin))
+        return JSONResponse(await self._with_body(request, StartBody, begin, stranger=stranger))
 
     async def finish(self, request: Request) -> JSONResponse:
         """End the recording that is going on, if it is that of whoever asks, and say how it went."""
@@ -102,24 +131,31 @@ class Routes:
                 self._control.finish(body.settings.said(), body.stopped, only=going_on)
             return self._told(mine)
 
-        return JSONResponse(await self._with_body(request, FinishBody, end))
+        return JSONResponse(await self._with_body(request, FinishBody, end, stranger=not everything))
 
     async def download(self, request: Request, name: str) -> StreamingResponse:
         """A trace as a tar stream of known length."""
         path = await self._trace(request, name)
         try:
-            length, blocks = await self._work(lambda: pack(path))
+            length, blocks = await self._on_disk(lambda: pack(path), name)
         except OSError as error:
             raise TraceNotFoundError(f"{name} cannot be read: {reason(error)}") from error
-        return StreamingResponse(
-            self._sent(blocks), media_type="application/x-tar", headers={"Content-Length": str(length)}
-        )
+        if self._sent[name] >= MOST_SENT:
+            raise BodyError(f"{name} is being sent {MOST_SENT} times already: ask again", 429)
+        self._sent[name] += 1
+
+        def ended() -> None:
+            self._sent -= Counter([name])
+            with contextlib.suppress(ValueError):  # a read that hangs still holds it
+                blocks.close()
+
+        return _Download(self._blocks(blocks, name), length, ended)
 
     async def remove(self, request: Request, name: str) -> JSONResponse:
         """Remove a trace from the server."""
         path = await self._trace(request, name)
         try:
-            await self._work(lambda: shutil.rmtree(path))
+            await self._on_disk(lambda: shutil.rmtree(path), name)
         except OSError as error:
             raise RecordingError(f"{name} cannot be removed: {reason(error)}") from error
         return JSONResponse({"state": self._control.state})
@@ -136,15 +172,15 @@ class Routes:
         ended = [one for out, one in self._control.outcomes.items() if _name(out) == mine]
         return {"state": "ready", "out": None, "last": ended[-1] if ended else {}, "server": status["server"]}
 
-    async def _sent(self, blocks: Iterator[bytes]) -> AsyncIterator[bytes]:
-        while (block := await self._work(lambda: next(blocks, None))) is not None:
+    async def _blocks(self, blocks: Iterator[bytes], name: str) -> AsyncIterator[bytes]:
+        while (block := await self._on_disk(lambda: next(blocks, None), name)) is not None:
             yield block
 
     async def _trace(self, request: Request, name: str) -> Path:
         """The finished trace `name`, if whoever asks may have it; who may not is not told that it is there."""
         if not self._keys.may_do_all(request.headers) and self._tokens.name(request.headers) != name:
             raise TraceNotFoundError(NO_TRACE)
-        path: Path = await self._work(lambda: self._find(name))
+        path: Path = await self._on_disk(lambda: self._find(name), name)
         return path
 
     def _find(self, name: str) -> Path:
@@ -174,19 +210,32 @@ class Routes:
         except OSError:
             return True
 
-    async def _with_body(self, request: Request, kind: Any, act: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
-        if self._at_once >= MOST_AT_ONCE:
-            raise BodyError(f"{MOST_AT_ONCE} requests are being worked on already: ask again", 429)
+    async def _with_body(
+        self, request: Request, kind: Any, act: Callable[[Any], dict[str, Any]], *, stranger: bool
+    ) -> dict[str, Any]:
+        data = await self._reader.read(request)
+        most = MOST_OF_STRANGERS if stranger else MOST_AT_ONCE
+        if self._at_once >= most:
+            raise BodyError(f"{most} requests are being worked on already: ask again", 429)
         self._at_once += 1
         try:
-            body = await read_body(request, kind)
-            return await self._work(lambda: act(body))
+            # a recording takes its time to begin and to end: whoever only looks something up does not wait for it
+            return await self._work(lambda: act(parse_body(data, kind)), _waiters())
         finally:
             self._at_once -= 1
 
-    async def _work(self, act: Callable[[], Any]) -> Any:
+    async def _on_disk(self, act: Callable[[], Any], name: str) -> Any:
+        """Do what touches the trace `name`; a disk that hangs is left behind, and the other routes go on."""
+        return await self._work(lambda: within(FOLDER_SECONDS, act, name))
+
+    async def _work(self, act: Callable[[], Any], limiter: anyio.CapacityLimiter | None = None) -> Any:
         """Do what may wait in a thread of our own few: SGLang's must not run out of them."""
-        return await anyio.to_thread.run_sync(act, limiter=_workers())
+        return await anyio.to_thread.run_sync(act, limiter=limiter or _workers())
+
+
+@cache
+def _waiters() -> anyio.CapacityLimiter:
+    return anyio.CapacityLimiter(MOST_AT_ONCE)
 
 
 @cache
@@ -221,7 +270,10 @@ def _answering(act: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[An
             return await act(request, **request.path_params)
         except EagleTraceError as error:
             status = 404 if isinstance(error, TraceNotFoundError) else getattr(error, "status", 409)
-            return JSONResponse({"error": str(error)}, status_code=status)
+            sentence, *detail = str(error).splitlines() or [""]
+            if detail:  # where in the code a bug is: for whoever runs the server, and not for whoever asks it
+                logger.error("eagle-trace: %s", error)  # noqa: TRY400 (the error has its own)
+            return JSONResponse({"error": sentence}, status_code=status)
 
     return answer
 

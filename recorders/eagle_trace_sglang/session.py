@@ -10,9 +10,12 @@ from __future__ import annotations
 import os
 import pickle
 import secrets
+import socket
+import struct
 import threading
 from collections import deque
-from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client, Connection, Listener, answer_challenge, deliver_challenge
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
@@ -20,6 +23,8 @@ from eagle_trace.errors import UsageError
 from eagle_trace_sglang.folders import OwnFolder
 
 Message = tuple[Any, ...]
+#: whoever connects says who it is within that time, for each message of it [s]
+GREETING_SECONDS = 30
 
 
 def packed(message: Message) -> bytes:
@@ -87,7 +92,8 @@ class Session:
         self._key = secrets.token_bytes(16)
         self._listener = Listener(str(self.folder / "socket"), family="AF_UNIX", authkey=self._key)
         # accept() is only called when the socket is readable, so that a host that never connects can be noticed
-        self._socket = self._listener._listener._socket  # type: ignore[attr-defined]
+        self._raw = self._listener._listener  # type: ignore[attr-defined]
+        self._socket = self._raw._socket
 
     def close(self) -> None:
         """Close the socket and remove the folder."""
@@ -103,10 +109,33 @@ class Session:
         """So that `multiprocessing.connection.wait` can wait for somebody to connect."""
         return int(self._socket.fileno())
 
-    def accept(self) -> tuple[str, Connection]:
-        """Role (``engine``, ``recorder``) and connection of whoever connects next."""
-        connection: Connection = self._listener.accept()
-        return str(connection.recv()), connection
+    def accept(self) -> Connection:
+        """The connection of whoever connects next, who may be anybody; OSError once the session is closed."""
+        connection: Connection = self._raw.accept()
+        return connection
+
+    def greet(self, connection: Connection) -> bool:
+        """Whether somebody who connected has the key and says what it is. Waits `GREETING_SECONDS` per message.
+
+        A listener asks for the key by itself, but waits without end for somebody who says nothing.
+        """
+        try:
+            _wait_at_most(connection, GREETING_SECONDS)
+            deliver_challenge(connection, self._key)
+            answer_challenge(connection, self._key)
+            connection.recv()  # its role
+            _wait_at_most(connection, 0)
+        except (AuthenticationError, EOFError, OSError):
+            connection.close()
+            return False
+        return True
+
+
+def _wait_at_most(connection: Connection, seconds: int) -> None:
+    """Let a read or a write on `connection` fail after so many seconds; 0: never."""
+    with socket.socket(fileno=os.dup(connection.fileno())) as one:
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            one.setsockopt(socket.SOL_SOCKET, option, struct.pack("@ll", seconds, 0))
 
 
 def connect(role: str, variable: str) -> Connection | None:

@@ -150,6 +150,11 @@ class Recording:
         """Forwards recorded so far."""
         return self._taker.batches if self._taker is not None else 0
 
+    @property
+    def waited(self) -> float:
+        """How long the training has waited for the disk in this recording, in all, until it was told to finish [s]."""
+        return self._writer.waited
+
     def __enter__(self) -> Recording:
         manifest = live_manifest(self._model, self._asked.level)
         # every rank trains on documents of its own
@@ -295,7 +300,10 @@ class Recording:
         except Exception as error:  # noqa: BLE001 (the training must go on)
             self._failed_to_finish(error)
         sealer.start()
-        if self._writer.wait(self._writer.patience):
+        started = time.monotonic()
+        sealed = self._writer.wait(self._writer.patience)
+        self._writer.spend(time.monotonic() - started)
+        if sealed:
             sealer.join(LEAVE_STALL_SECONDS)
 
     def wait(self) -> bool:

@@ -3,8 +3,9 @@
     make soak                                       # 2,000 requests, 30 recordings; about six minutes
     python tests/benchmarks/soak.py --requests 200 --recordings 4
 
-Prints how many answers differ from those of the server when it was new, what a request takes recorded and not, and what
-the processes hold before and after. Ends with status 1 if an answer differs, a recording wedges, or the server dies.
+Prints how many answers differ from those of the server when it was new, what a request takes recorded and not, how long
+the server waited for the disk, and what its processes hold before and after. Ends with status 1 if an answer differs,
+the server waits longer than it may, a recording wedges, or the server dies.
 """
 
 from __future__ import annotations
@@ -32,9 +33,10 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "recorders"), str(ROOT / "analysis")]
 
 from eagle_trace.demo import prompts_file  # noqa: E402
+from eagle_trace.patience import MAX_WAIT  # noqa: E402
 from eagle_trace_analysis.checkpoint.export import export  # noqa: E402
 from tests.support.attached import Attached, server  # noqa: E402
-from tests.support.disk_faults import FILE, HANG, QUEUE  # noqa: E402
+from tests.support.disk_faults import FILE, HANG, LATE, QUEUE, touched_by_hosts  # noqa: E402
 from tests.support.pairs import DRAFT, TARGET  # noqa: E402
 
 #: what the disk does in one recording after the other: most of the time it is a good one
@@ -50,6 +52,8 @@ class Seen:
     seconds: list[float] = field(default_factory=list)
     differing: int = 0
     failed: int = 0
+    #: what the server waited for the disk in one recording, at most, as its recorder counted [s]
+    waited: float = 0.0
 
     def line(self) -> str:
         if not self.seconds:
@@ -148,6 +152,7 @@ def record(running: Attached, disk: Path, fault: str, seen: Seen, wanted: dict[s
     put(disk, "")
     running.wait_until("ready", 120)
     last = running.status["last"]
+    seen.waited = max(seen.waited, (last or {}).get("waited_seconds", 0.0))
     for place in running.traces:
         shutil.rmtree(place, ignore_errors=True)
     return f"{last['outcome']}{' early' if last.get('stopped') else ''}" if last else f"unknown ({name})"
@@ -204,6 +209,8 @@ def soak(folder: Path, requests: int, recordings: int, seconds: float) -> int:
     print(f"{done} of {recordings} recordings in {time.monotonic() - started:.0f} s")
     print(f"not recorded: {plain.line()}")
     print(f"recorded:     {recorded.line()}")
+    print(f"the server waited for the disk {recorded.waited:.2f} s in one recording at most")
+    print(f"its threads that serve touched a bad disk: {'yes' if touched_by_hosts(disk) else 'never'}")
     for end, count in sorted(ends.items()):
         print(f"{count:3} x {end}")
     for name, (threads, handles, megabytes) in after.items():
@@ -211,6 +218,7 @@ def soak(folder: Path, requests: int, recordings: int, seconds: float) -> int:
         print(f"{name}: threads {was[0]} -> {threads}, handles {was[1]} -> {handles}, MB {was[2]} -> {megabytes}")
     print(f"hostile clients were answered: {dict(sorted(hostile.answers.items()))}")
     wrong = plain.differing + recorded.differing + plain.failed + recorded.failed
+    wrong += recorded.waited > MAX_WAIT + LATE or bool(touched_by_hosts(disk))
     return 0 if alive and not wrong and done else 1
 
 

@@ -1,8 +1,8 @@
 """The demo pair on the real hosts.
 
 A start of SGLang costs half a minute, most of it imports: recordings are shared by all tests, and within
-``with warm():`` SGLang is forked from a process that has imported it (`tests.support.warm`). Tests of the command line
-and of servers that a user starts run SGLang as it is.
+``with warm():`` SGLang is forked from a process that has imported it (`tests.support.warm`). Tests of the command line,
+and one server and one engine as their users start them, run SGLang as it is.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
-import signal
 import subprocess
 import sys
 import time
@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 
 from eagle_trace import Trace, open_trace
@@ -26,6 +25,7 @@ from eagle_trace_analysis import diff
 from eagle_trace_sglang.record import attach
 from tests.support.attached import Attached, server
 from tests.support.pairs import TARGET
+from tests.support.warm.start import Warm
 
 pytestmark = pytest.mark.integration
 
@@ -62,12 +62,12 @@ def idle(chain: Attached) -> Attached:
 
 
 @pytest.fixture(scope="module")
-def tree(folder: Path, deployed: Path) -> Iterator[Attached]:
+def tree(folder: Path, deployed: Path, warm: Warm) -> Iterator[Attached]:
     """A tree of four branches, eight tokens verified, in bf16; it has no key, and waits to be told."""
     place = folder / "tree"
     place.mkdir()
     arguments = ["--speculative-eagle-topk", "4", "--speculative-num-draft-tokens", "8", "--disable-radix-cache"]
-    with server(place, TARGET, deployed, *arguments, dtype="bfloat16", EAGLE_TRACE_REQUESTS="0") as running:
+    with warm(), server(place, TARGET, deployed, *arguments, dtype="bfloat16", EAGLE_TRACE_REQUESTS="0") as running:
         yield running
 
 
@@ -227,6 +227,20 @@ def test_the_selection_keeps_what_was_chosen_and_every_shape(idle: Attached, tmp
     assert len(trace.prompts) == 2
 
 
+def test_an_id_that_is_no_text_ends_nobodys_recording(idle: Attached) -> None:
+    out = Path(idle.post("/eagle_trace/start", {"requests": 2})["out"])
+    for rid in ("\ud800", "x" * 2000, 5, None, ["y"]):
+        with contextlib.suppress(urllib.error.HTTPError, OSError):  # as SGLang likes
+            sampling = {"max_new_tokens": 4, "temperature": 0}
+            idle.post("/generate", {"text": "A", "rid": rid, "sampling_params": sampling}, timeout=30)
+    assert idle.status["last"].get("outcome") != "failed"
+    if idle.status["state"] == "recording":
+        idle.generate("The", "plain-1", 4)
+        idle.post("/eagle_trace/finish", {})
+    assert idle.status["last"]["outcome"] == "sealed", idle.status["last"]
+    assert all(open_trace(out).prompts["request_id"].map(str.isprintable))
+
+
 def test_what_cannot_be_done_is_said(idle: Attached, tmp_path: Path) -> None:
     idle.post("/eagle_trace/start", {"requests": 1, "match": "nobody"})
     with pytest.raises(urllib.error.HTTPError) as refused:
@@ -290,9 +304,10 @@ def test_a_killed_scheduler_leaves_a_partial_trace_and_a_clear_word(tree: Attach
         while not (len(tree.traces) > 1 and list(tree.traces[-1].glob("rows.parquet/*"))):
             assert time.monotonic() < deadline
             time.sleep(0.1)
-        for child in psutil.Process(tree.process.pid).children(recursive=True):
-            if "scheduler" in " ".join(child.cmdline()) or "scheduler" in child.name():
-                child.send_signal(signal.SIGKILL)
+        schedulers = [process for process in tree.processes if "scheduler" in "".join(process.cmdline())]
+        assert schedulers
+        for process in schedulers:
+            process.kill()
         with pytest.raises((HostError, RecordingError)):
             asked.result(120)
     partial = open_trace(tree.traces[-1], allow_partial=True)

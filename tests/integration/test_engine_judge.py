@@ -25,6 +25,7 @@ from tests.support.config_cases import ACCEPTED, FLAT_FAULTS, NAMED, REFUSED
 from tests.support.config_classes import MODEL_TYPES, flat_config, write_config
 from tests.support.engine_judge import ask
 from tests.support.pairs import DRAFT, TARGET
+from tests.support.target_cases import TARGETS
 
 pytest.importorskip("sglang")
 pytestmark = pytest.mark.integration
@@ -109,6 +110,8 @@ def rope_cells() -> Iterator[tuple[str, dict[str, Any]]]:
         for spelling in ("rope_type", "type"):
             for key in ("rope_scaling", "rope_parameters"):
                 yield f"{key} {spelling} {form}", old_config(**{key: {spelling: form} | settings})
+        sections = {"rope_type": form, "mrope_section": [2, 3, 3]} | settings
+        yield f"sections, {form}", old_config(rope_scaling=sections)
         whole = {"rope_type": form, "rope_theta": 1e4} | settings
         for key in ("factor", *settings):
             for value in (GONE, None, "8", True, 0, 8, 2.0, [1], {"a": 1}):
@@ -159,7 +162,8 @@ def answer(tmp_path_factory: pytest.TempPathFactory, healthy: Folders) -> dict[s
     drafts = [write_config(folder / str(number), config) for number, (_, config) in enumerate(configs)]
     whole = whole_folders(folder / "whole", healthy)
     model = make.write_checkpoint(folder / "model", make.decoder_config(1), make.target_tensors())
-    given = ask(folder / "exchange", model, [*drafts, *whole.values()], registry=True)
+    targets = [str(write_config(folder / "targets" / name, config)) for name, (config, _) in TARGETS.items()]
+    given = ask(folder / "exchange", model, [*drafts, *whole.values()], registry=True, targets=targets)
     verdicts = given["verdicts"]
     return given | {
         "judged": [(*cell, verdict) for cell, verdict in zip(configs, verdicts, strict=False)],
@@ -220,6 +224,7 @@ def test_what_the_engine_takes_is_read_as_it_reads_it(answer: dict[str, Any]) ->
                 "eps": full["rms_norm_eps"],
                 "tied": full["tie_word_embeddings"],
                 "positions": accepts.positions(full),
+                "rotary": int(engine.rope_settings(config)["partial_rotary_factor"] * full["head_dim"]),
                 "captured": engine.captured_inputs(config, 30, None) if engine.uses_aux_hidden_state(config) else None,
             }
             theirs = {
@@ -228,6 +233,7 @@ def test_what_the_engine_takes_is_read_as_it_reads_it(answer: dict[str, Any]) ->
                 "eps": verdict["values"]["rms_norm_eps"],
                 "tied": verdict["values"]["tie_word_embeddings"],
                 "positions": verdict["context"],
+                "rotary": verdict["rotary"][1],
                 "captured": verdict["captured"],
             }
             wrong += [f"{name}: {key} {ours[key]}, not {theirs[key]}" for key in ours if ours[key] != theirs[key]]
@@ -277,6 +283,13 @@ def test_check_fails_what_the_engine_refuses_and_never_what_it_computes_as_train
                 wrong.append(f"{name} ({outcome}, reference {reference is not None}): {said}, {verdict['error']}")
     assert min(seen.values()) > 10, seen
     assert not wrong, f"{len(wrong)} of {sum(seen.values())}:\n" + "\n".join(wrong[:40])
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_a_targets_config_stops_the_engine_where_the_check_says_so(answer: dict[str, Any], name: str) -> None:
+    _, key = TARGETS[name]
+    stopped = answer["targets"][list(TARGETS).index(name)]
+    assert (stopped is not None) == bool(key), stopped
 
 
 def test_table_of_config_classes_is_the_installed_packages_own(tmp_path: Path) -> None:

@@ -13,7 +13,9 @@ from eagle_trace_analysis.checkpoint import engine, kinds, schemes
 from eagle_trace_analysis.checkpoint.check import check
 from eagle_trace_analysis.checkpoint.finding import Status
 from tests.support import checkpoints as make
-from tests.support.quantised_cases import METHODS, QUANTISED
+from tests.support.published_cases import PUBLISHED
+from tests.support.quantised_cases import QUANTISED
+from tests.support.quantised_forms import METHODS
 from tests.support.tensor_cases import CASES, FINE, PARTLY, REFUSES, UNBUILT, Case, Write, flat
 from tests.support.tensor_judge import ask
 
@@ -70,7 +72,7 @@ SAVED = [
     Case("bin that holds the weights deeper", nested, PARTLY, "unreadable"),
     Case("bin that would run code", unsafe, REFUSES, "unreadable"),
 ]
-ALL = [case for case in (*CASES, *QUANTISED, *SAVED) if case.engine != UNBUILT]
+ALL = [case for case in (*CASES, *QUANTISED, *PUBLISHED, *SAVED) if case.engine != UNBUILT]
 Verdicts = dict[str, tuple[Path, dict[str, Any]]]
 #: left at its start and never applied, or applied as ones
 IDLE = ("model.fc.", "model.layers.0.hidden_norm.")

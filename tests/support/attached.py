@@ -7,7 +7,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -59,6 +58,11 @@ class Attached:
         return self.post("/generate", body | ({"rid": rid} if rid else {}))
 
     @property
+    def processes(self) -> list[psutil.Process]:
+        """All that write to its log: SGLang's main process and those it started, whoever they were forked from."""
+        return [process for process in psutil.process_iter() if _writes_to(process, self.log)]
+
+    @property
     def status(self) -> Any:
         """What the recorder is doing."""
         return json.loads(self.ask("GET", "/eagle_trace", timeout=60))
@@ -94,11 +98,15 @@ def server(
     admin_api_key: str | None = None,
     **variables: str,
 ) -> Iterator[Attached]:
-    """`python -m sglang.launch_server` with ``EAGLE_TRACE_OUT`` and `variables` in its environment."""
+    """`python -m sglang.launch_server` with ``EAGLE_TRACE_OUT`` and `variables` in its environment.
+
+    A variable that is empty is not set. Within ``with warm():`` it starts in seconds (`tests.support.warm`).
+    """
+    from eagle_trace_sglang import host
     from sglang_cpu_eagle import cpu_environment
 
     port, log, out = free_port(), folder / "server.log", folder / "recorded"
-    command = [sys.executable, "-m", "sglang.launch_server", "--port", str(port), "--model-path", str(target)]
+    command = [*host.PYTHON, "sglang.launch_server", "--port", str(port), "--model-path", str(target)]
     command += ["--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", str(draft)]
     command += ["--speculative-num-steps", "3", "--dtype", dtype, "--device", "cpu"]
     command += ["--attention-backend", "intel_amx", "--mem-fraction-static", "0.3", "--max-total-tokens", "8192"]
@@ -106,6 +114,7 @@ def server(
     command += ["--api-key", api_key] if api_key else []
     command += ["--admin-api-key", admin_api_key] if admin_api_key else []
     environment = cpu_environment(os.environ) | {"EAGLE_TRACE_OUT": str(out)} | variables
+    environment = {name: value for name, value in environment.items() if value or name not in variables}
     with log.open("wb") as stream:
         process = subprocess.Popen(command, stdout=stream, stderr=stream, env=environment, start_new_session=True)
     attached = Attached(f"http://127.0.0.1:{port}", log, out, process, api_key, admin_api_key)
@@ -118,6 +127,30 @@ def server(
         yield attached
     finally:
         stop(process)
+
+
+def _writes_to(process: psutil.Process, log: Path) -> bool:
+    try:
+        return os.readlink(f"/proc/{process.pid}/fd/1") == str(log)  # noqa: PTH115 (the target need not exist)
+    except OSError:
+        return False
+
+
+def seconds_to_end(running: Attached, limit: float = 90.0) -> float:
+    """End a server by SIGTERM: seconds from when SGLang sees that nothing is left to answer until all of it is gone.
+
+    It looks for the signal every five seconds only, so seconds from the signal on would be nothing to compare.
+    """
+    tree = running.processes
+    running.process.send_signal(signal.SIGTERM)
+    end = time.monotonic() + limit
+    while b"Remaining number of requests 0" not in running.log.read_bytes():
+        assert time.monotonic() < end, running.log.read_text()[-3000:]
+        time.sleep(0.02)
+    started = time.monotonic()
+    _, alive = psutil.wait_procs(tree, timeout=max(0.0, end - started))
+    assert not alive, alive
+    return time.monotonic() - started
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:

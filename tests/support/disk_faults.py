@@ -1,13 +1,16 @@
 """A disk that hangs or is slow, for tests: what it does at the moment is read from a file.
 
-The file holds nothing (a good disk), ``hang``, or the seconds that each write takes. `hook` puts it below all that
-eagle-trace writes in this process; `sitecustomize` (in `engine_site`) calls it in every process of a server.
+The file holds nothing (a good disk), ``hang``, or the seconds that each call takes. `hook` puts it below all that
+eagle-trace does with a trace in this process; `sitecustomize` (in `engine_site`) calls it in every process of a server.
+A process's first thread is the one that serves or trains: where it touches a bad disk, that is noted in a file beside.
 """
 
 from __future__ import annotations
 
 import os
+import threading
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,15 +21,19 @@ FILE = "EAGLE_TRACE_TEST_DISK"
 #: bytes that may wait to be written, instead of the writer's own: a small model fills no more
 QUEUE = "EAGLE_TRACE_TEST_QUEUE"
 HANG = "hang"
+#: what one wait may take longer than it was asked to, on a machine that does other things too [s]
+LATE = 0.5
 
 
-#: everything that writes
-PLACES = [(store.Sink, "write"), *((store._LocalStore, name) for name in ("make", "create", "write", "remove", "sink"))]
+#: everything that touches a trace
+PLACES = [(store.Sink, "write"), *((store._LocalStore, name) for name in sorted(store.Store.__abstractmethods__))]
 
 
 def hook() -> None:
-    """Let everything that writes pass the fault of the moment first."""
-    writer.QUEUE_BYTES = int(os.environ.get(QUEUE, writer.QUEUE_BYTES))
+    """Let everything that touches a trace pass the fault of the moment first."""
+    if QUEUE in os.environ:
+        # written to often, so that it fills while the disk hangs and not at the seal
+        writer.QUEUE_BYTES, writer.FLUSH_SECONDS = int(os.environ[QUEUE]), 0.5
     for owner, name in PLACES:
         setattr(owner, name, behind(getattr(owner, name)))
 
@@ -41,8 +48,22 @@ def behind(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def touched_by_hosts(disk: Path) -> str:
+    """Where threads that serve or train touched the bad disk themselves; empty if they never did."""
+    notes = _notes(disk)
+    return notes.read_text() if notes.exists() else ""
+
+
+def _notes(disk: Path) -> Path:
+    return disk.with_name(f"{disk.name}.touched")
+
+
 def _suffer() -> None:
-    fault = Path(os.environ[FILE]).read_text().strip()
+    disk = Path(os.environ[FILE])
+    fault = disk.read_text().strip()
+    if fault and threading.current_thread() is threading.main_thread():
+        with _notes(disk).open("a") as notes:
+            notes.write("".join(traceback.format_stack(limit=12)))
     if fault != HANG:
         time.sleep(float(fault or 0))
         return

@@ -32,7 +32,7 @@ def ask(folder: Path, model: Path, drafts: Sequence[Path], **more: Any) -> dict[
         model: a target that SGLang's settings can be made from.
         drafts: one verdict each, in ``verdicts``.
         more: ``registry`` (true: which classes there are, and which can feed a draft), ``classes`` (model types whose
-            config class is described).
+            config class is described), ``targets`` (folders of targets: what stops the engine at each, or None).
     """
     from sglang_cpu_eagle import cpu_environment
 
@@ -175,6 +175,17 @@ def judge(folder: Path) -> dict[str, Any]:
     }
 
 
+def judge_target(folder: Path) -> str | None:
+    """What stops the engine at a target's config; None if it is read."""
+    from sglang.srt.configs.model_config import ModelConfig
+
+    try:
+        ModelConfig(str(folder), trust_remote_code=False)
+    except Exception as error:  # noqa: BLE001 - whatever stops the engine
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
 def registry() -> dict[str, dict[str, bool]]:
     """Every target class that this process could import, and which of the two methods it has."""
     from sglang.srt.models.registry import ModelRegistry
@@ -221,6 +232,7 @@ def main() -> None:
     job = json.loads(Path(sys.argv[1]).read_text())
     prepare(job["model"], job["store"])
     answer: dict[str, Any] = {"verdicts": [judge(Path(folder)) for folder in job["drafts"]]}
+    answer["targets"] = [judge_target(Path(folder)) for folder in job.get("targets", ())]
     if job.get("registry"):
         answer["registry"] = registry()
     if "classes" in job:

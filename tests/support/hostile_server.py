@@ -56,6 +56,18 @@ def endless(block: bytes, pause: float = 0.0, head: bytes = b"") -> Answer:
     return answer
 
 
+def raw(head: bytes, block: bytes, pause: float = 0.0) -> Answer:
+    """Bytes on the wire, then a block after the other until the client has had enough."""
+
+    def answer(to: BaseHTTPRequestHandler) -> None:
+        to.wfile.write(head)
+        while True:
+            to.wfile.write(block)
+            time.sleep(pause)
+
+    return answer
+
+
 def drips_headers(to: BaseHTTPRequestHandler) -> None:
     """The beginning of an answer, a letter at a time."""
     while True:

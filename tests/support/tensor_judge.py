@@ -50,10 +50,13 @@ def prepare(model: str, store: str) -> None:
     """SGLang's process-wide state, as one rank on a CPU that answers for a GPU where a method asks for one."""
     import torch
     from sglang.srt.distributed import init_distributed_environment, initialize_model_parallel
+    from sglang.srt.layers.quantization.gptq.schemes import gptq_cpu
     from sglang.srt.models import llama_eagle3
     from sglang.srt.runtime_context import SpawnRanks, publish
     from sglang.srt.server_args import prepare_server_args
 
+    # what the kernels of a CPU cannot do is not asked
+    vars(gptq_cpu)["_check_cpu_amx_support"] = lambda _: None
     vars(llama_eagle3)["get_spec"] = lambda: types.SimpleNamespace(speculative_draft_window_size=None)
     torch.cuda.get_device_capability = lambda *_, **__: (9, 0)
     publish(

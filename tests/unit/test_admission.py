@@ -76,6 +76,12 @@ def test_no_pattern_and_no_request_id_keeps_the_scheduler_busy(pattern: str, rid
     assert time.perf_counter() - started < 0.1, "10 ms each is a hundred times what it takes"
 
 
+@pytest.mark.parametrize("rid", ["\ud800", "a\udfff-1", 5, None, ["a"], b"a"], ids=repr)
+@pytest.mark.parametrize("admission", [Admission(), Admission(match="*"), Admission({"a": (0, "k")})], ids=repr)
+def test_an_id_that_is_no_text_is_none_to_record_and_ends_no_recording(admission: Admission, rid: object) -> None:
+    assert not Admitted(admission).take(rid, [1])  # type: ignore[arg-type]
+
+
 def test_digest_and_text_of_a_long_prompt_are_left_to_the_writers_thread() -> None:
     class Tokens(list[int]):
         def __iter__(self) -> Iterator[int]:

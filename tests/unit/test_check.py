@@ -246,7 +246,7 @@ def test_renamed_layer_is_dropped_and_its_parameters_are_left_unset(healthy: Fol
     tensors = make.draft_tensors()
     rename("layers.0.", "decoder.")({}, tensors)
     found = troubles(check(make.write_checkpoint(tmp_path, flat_config(healthy), tensors)))
-    assert set(found) == {"weight-names", "weights-present"}
+    assert set(found) == {"weight-names"}
     assert "drops 10 of 16" in found["weight-names"].evidence
     assert "-> layers.0." in found["weight-names"].fix
 

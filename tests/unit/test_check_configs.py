@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from eagle_trace.errors import EagleTraceError
 from eagle_trace_analysis.checkpoint.check import check
 from eagle_trace_analysis.checkpoint.export import export, what_sglang_cannot_compute
 from eagle_trace_analysis.checkpoint.finding import Status
@@ -192,3 +193,42 @@ def test_target_of_another_family_is_not_compared_with_defaults_it_may_not_have(
     config = {"architectures": ["KimiK25ForConditionalGeneration"], "text_config": text}
     target = make.write_checkpoint(tmp_path, config, make.target_tensors())
     assert troubles(check(healthy.flat, target=target, reference=healthy.draft)) == {}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"transformer_layer_config": None},
+        {"transformer_layer_config": make.decoder_config(1) | {"layer_types": 1}},
+        {"transformer_layer_config": make.decoder_config(1) | {"hidden_size": None}},
+        {"eagle_aux_hidden_state_layer_ids": [[1]]},
+        {"eagle_aux_hidden_state_layer_ids": {"a": 1}},
+        {"eagle_aux_hidden_state_layer_ids": "1, 2"},
+        {"draft_vocab_size": "96"},
+        {"speculators_model_type": None},
+        {"quantization_config": 3},
+        {"architectures": [[1]]},
+    ],
+    ids=str,
+)
+def test_a_config_that_is_no_config_ends_check_and_export_in_a_sentence(
+    healthy: Folders, tmp_path: Path, change: dict[str, object]
+) -> None:
+    spoken = []
+    for number, config in enumerate((make.speculators_config() | change, flat_config(healthy) | change)):
+        draft = make.write_checkpoint(tmp_path / f"draft{number}", config, make.draft_tensors())
+        for attempt in (lambda: check(draft, target=healthy.target), lambda: export(draft, tmp_path / "out")):  # noqa: B023
+            try:
+                attempt()
+            except EagleTraceError as error:
+                spoken.append(str(error))
+    assert spoken
+    assert all(sentence and "\n" not in sentence for sentence in spoken)
+
+
+def test_sections_that_training_had_not_are_warned_of_and_not_failed(healthy: Folders, tmp_path: Path) -> None:
+    config = flat_config(healthy)
+    config["rope_parameters"] = config["rope_parameters"] | {"rope_type": "mrope", "mrope_section": [2, 3, 3]}
+    draft = make.write_checkpoint(tmp_path, config, make.draft_tensors())
+    finding = only(check(draft, target=healthy.target, reference=healthy.draft), "rope", Status.WARN)
+    assert "the same for text" in finding.evidence

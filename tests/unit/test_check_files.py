@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -81,17 +82,16 @@ def test_missing_and_broken_folders_are_one_sentence(healthy: Folders, tmp_path:
         (
             "eagle1",
             lambda p: (p / "config.json").write_text('{"speculators_model_type": "eagle"}'),
-            "not eagle3",
+            "is a eagle speculator, not eagle3: SGLang serves an EAGLE-1 head with --speculative-algorithm EAGLE",
         ),
+        ("dflash", lambda p: (p / "config.json").write_text('{"speculators_model_type": "dflash"}'), "DFLASH"),
+        ("deep", lambda p: (p / "config.json").write_text("[" * 100_000), "nested too deeply"),
+        ("pipe", lambda p: ((p / "config.json").unlink(), os.mkfifo(p / "config.json")), "is not a file"),
+        ("pipe of weights", lambda p: os.mkfifo(p / "more.safetensors"), "is not a file"),
         (
             "nested",
             lambda p: (p / "config.json").write_text('{"transformer_layer_config": 3}'),
             "no transformer",
-        ),
-        (
-            "class",
-            lambda p: (p / "config.json").write_text('{"architectures": ["Eagle3DeepseekV2ForCausalLM"]}'),
-            "LlamaForCausalLMEagle3 only",
         ),
     ]
     for name, harm, words in cases:
@@ -201,3 +201,11 @@ def test_check_imports_no_host(healthy: Folders) -> None:
         check=True,
     )
     assert done.stdout.strip() == "[]"
+
+
+def test_files_whose_names_begin_with_a_dot_are_left_as_the_engine_leaves_them(
+    healthy: Folders, tmp_path: Path
+) -> None:
+    folder = make.write_checkpoint(tmp_path / "draft", flat_config(healthy), make.draft_tensors())
+    (folder / "._model.safetensors").write_bytes(b"left by macOS")
+    assert not troubles(check(folder, target=healthy.target, reference=healthy.draft))

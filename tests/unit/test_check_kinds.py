@@ -26,6 +26,17 @@ def test_another_kind_is_named_with_what_serves_it_and_nothing_follows(kind: str
     assert 'LlamaForCausalLMEagle3"]' not in finding.fix
 
 
+def test_a_draft_with_latent_attention_under_its_own_class_is_not_failed(tmp_path: Path) -> None:
+    config, stored = KINDS["MLA"][0]()
+    config["architectures"] = ["Eagle3DeepseekV2ForCausalLM"]
+    result = check(make.write_checkpoint(tmp_path, config, stored))
+    assert result.exit_status == 0
+    finding = named(result, "format")
+    assert finding.status is Status.SKIP
+    assert "--speculative-algorithm EAGLE3" in finding.evidence
+    assert "nothing else was checked" in finding.evidence
+
+
 def test_values_of_another_kind_are_read_all_the_same(tmp_path: Path) -> None:
     config, stored = KINDS["DFlash"][0]()
     stored["fc.weight"] = np.full_like(stored["fc.weight"], np.nan)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -79,7 +80,7 @@ class Rank:
                 continue
             if name == "begin":
                 self.number = number
-                self.say("recording") if self.begins else self.say("failed", "no room", "")
+                self.say("recording") if self.begins else self.say("failed", "no room", "", 0.0)
                 if self.dies:
                     time.sleep(0.3)
                     self.connection.close()
@@ -150,6 +151,7 @@ def test_a_scheduler_that_dies_ends_the_recording(control: Control, tmp_path: Pa
         "outcome": "failed",
         "why": "the scheduler process ended",
         "detail": "",
+        "waited_seconds": 0.0,
     }
     with pytest.raises(HostError):
         control.start(order(tmp_path, out=str(tmp_path / "other.trace")))
@@ -271,6 +273,40 @@ def test_the_status_is_told_while_a_recorder_is_silent(control: Control, tmp_pat
     started = time.monotonic()
     assert [control.status()["calls"] for _ in range(3)] == [3, 3, 3], "what was counted last"
     assert time.monotonic() - started < 3
+
+
+def test_whoever_connects_and_says_nothing_or_nonsense_makes_nobody_deaf(control: Control, tmp_path: Path) -> None:
+    address = control.environment[SESSION].split(":", 1)[1]
+    silent, wrong, gone = (socket.socket(socket.AF_UNIX) for _ in range(3))
+    for one in (silent, wrong, gone):
+        one.connect(address)
+    wrong.sendall(b"\xff" * 100)
+    gone.close()
+    Rank()
+    started = time.monotonic()
+    control.start(order(tmp_path))
+    control.finish()
+    assert time.monotonic() - started < 8
+    silent.close()
+    wrong.close()
+
+
+def test_a_removal_that_hangs_does_not_make_a_shutdown_longer(
+    control: Control, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hang = threading.Event()
+    monkeypatch.setattr(module, "_remove", lambda _place: hang.wait(30))
+    monkeypatch.setattr(module, "REMOVE_SECONDS", 0.2)
+    rank = Rank(rows=0)
+    control.start(order(tmp_path, keep_empty=False))
+    control.finish()
+    monkeypatch.setattr(module, "REMOVE_SECONDS", 20.0)
+    control.start(order(tmp_path, out=str(tmp_path / "next.trace")))
+    rank.deaf = "finish"
+    started = time.monotonic()
+    control.close(1.0)
+    assert time.monotonic() - started < 3
+    hang.set()
 
 
 def test_an_order_that_is_too_large_for_a_pipe_nobody_reads_keeps_nobody(

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
+import numpy as np
 import pytest
 
-from eagle_trace.errors import UsageError
-from eagle_trace_sglang.deployment import check_parallelism, tensor_parallel_size
+from eagle_trace.errors import CheckpointError, UsageError
+from eagle_trace_sglang.deployment import check_deployment, check_parallelism, tensor_parallel_size
+from tests.support import checkpoints as make
 
 
 @pytest.mark.parametrize(
@@ -33,3 +38,33 @@ def test_replicas_are_refused(words: list[str]) -> None:
     with pytest.raises(UsageError, match="each replica answers other requests"):
         check_parallelism(words)
     check_parallelism(["--dp", "1", "--tp", "2"])
+
+
+FLAT = make.decoder_config(1) | {"architectures": ["LlamaForCausalLMEagle3"]}
+WIDE = {"hidden_size": 80}
+
+
+@pytest.mark.parametrize(
+    ("target", "draft"),
+    [
+        ({}, {}),
+        ({"text_config": None}, {}),
+        (WIDE, {"target_hidden_size": 80}),
+        ({"hidden_size": 1, "llm_config": {"hidden_size": 64}}, {}),
+        ({"thinker_config": {"text_config": {"hidden_size": 64}}, "hidden_size": 1}, {}),
+    ],
+)
+def test_a_pair_of_one_width_is_let_through(target: dict[str, Any], draft: dict[str, Any], tmp_path: Path) -> None:
+    one = make.write_checkpoint(tmp_path / "target", make.decoder_config(2) | target, {"x": np.ones(1, np.float32)})
+    two = make.write_checkpoint(tmp_path / "draft", FLAT | draft, {"x": np.ones(1, np.float32)})
+    check_deployment(one, two)
+    (two / "model.safetensors").rename(two / "draft.pt")
+    check_deployment(one, two)
+
+
+@pytest.mark.parametrize(("target", "draft"), [(WIDE, {}), ({}, {"target_hidden_size": 80})])
+def test_a_pair_of_two_widths_is_refused(target: dict[str, Any], draft: dict[str, Any], tmp_path: Path) -> None:
+    one = make.write_checkpoint(tmp_path / "target", make.decoder_config(2) | target, {"x": np.ones(1, np.float32)})
+    two = make.write_checkpoint(tmp_path / "draft", FLAT | draft, {"x": np.ones(1, np.float32)})
+    with pytest.raises(CheckpointError, match="do not fit"):
+        check_deployment(one, two)

@@ -6,7 +6,10 @@ from pathlib import Path
 import pytest
 
 from eagle_trace.errors import CheckpointError, OutputExistsError
+from eagle_trace_analysis.checkpoint.check import check
 from eagle_trace_analysis.checkpoint.export import export
+from eagle_trace_analysis.checkpoint.finding import Status
+from tests.support.check_cases import named
 from tests.support.pairs import DRAFT, TARGET
 
 
@@ -102,3 +105,16 @@ def test_bad_folders_get_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "taken/file").write_text("mine")
     with pytest.raises(OutputExistsError):
         export(DRAFT, tmp_path / "taken")
+
+
+def test_a_share_of_each_head_that_training_did_not_rotate_is_left_out(tmp_path: Path) -> None:
+    layer = json.loads((DRAFT / "config.json").read_text())["transformer_layer_config"]
+    draft = changed(tmp_path, transformer_layer_config=layer | {"partial_rotary_factor": 0.5})
+    out = tmp_path / "out"
+    assert "partial_rotary_factor" not in exported(draft, out)
+    assert named(check(draft, target=TARGET), "rope").status is Status.PASS
+    served = json.loads((out / "config.json").read_text()) | {"partial_rotary_factor": 0.5}
+    (out / "config.json").write_text(json.dumps(served))
+    finding = named(check(out, target=TARGET, reference=draft), "rope")
+    assert finding.status is Status.FAIL
+    assert finding.fix == "set partial_rotary_factor, at the top of the config, to 1.0"

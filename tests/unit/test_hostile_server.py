@@ -32,6 +32,7 @@ from tests.support.hostile_server import (
     good_answers,
     member,
     packed,
+    raw,
     says,
     serving,
     tar_of,
@@ -88,6 +89,13 @@ def sealed(**facts: Any) -> Answer:
     return says({"state": "ready", "last": {"outcome": "sealed", "requests": 1, "rows": 1} | facts})
 
 
+HTTP, CHUNKED = b"HTTP/1.1 ", b"Transfer-Encoding: chunked\r\n\r\n"
+GOOD = HTTP + b"200 OK\r\n" + CHUNKED
+BAD = HTTP + b"500 No\r\n" + CHUNKED
+LONG_500 = HTTP + b"500 No\r\nContent-Length: 60000\r\n\r\n"
+AWAY = HTTP + b"302 No\r\nLocation: x\r\n\r\n"
+
+
 def nested(depth: int) -> bytes:
     return b'{"state": "ready", "last": ' + b'{"a":' * depth + b"1" + b"}" * depth + b"}"
 
@@ -114,6 +122,15 @@ ANSWERS: dict[str, tuple[str, Answer, str]] = {
     "an endless error": (START, says(b"x" * 10_000_000, 500), "answered /eagle_trace/start with 500"),
     "another server's key is wanted": (START, says({"error": "Unauthorized"}, 401), "--admin-api-key"),
     "the key goes elsewhere": (STATUS, says(b"", 302, Location="http://127.0.0.1:1/\x1b[31m"), "is not followed"),
+    "an error a byte at a time": (START, raw(LONG_500, b"x", 0.05), "did not answer"),
+    "a refusal a byte at a time": (START, raw(HTTP + b"401 No\r\n" + CHUNKED, b"1\r\nx\r\n", 0.05), "did not answer"),
+    "elsewhere, a byte at a time": (STATUS, raw(AWAY, b"x", 0.05), "did not answer"),
+    "chunks below zero": (STATUS, raw(GOOD + b"-1\r\n", bytes(1 << 16)), "cannot reach"),
+    "an error in chunks below zero": (STATUS, raw(BAD + b"-1\r\n", bytes(1 << 16)), "with 500"),
+    "a trace in chunks below zero": (TRACE, raw(GOOD + b"-1\r\n", bytes(1 << 16)), "it broke off"),
+    "chunks of one byte": (STATUS, raw(GOOD, b"1\r\n \r\n", 0.05), "did not answer"),
+    "on and on": (STATUS, raw(b"", b"HTTP/1.1 100 Continue\r\n\r\n", 0.01), "did not answer"),
+    "millions of values": (STATUS, says(b"[" + b"[]," * 330_000 + b"1]"), "no armed SGLang"),
     "a file instead": (STATUS, says(b"", 301, Location="file:///etc/passwd"), "is not followed"),
     "no place": (START, told(out=None), "and not what"),
     "a place above": (START, told(out="/there/.."), "no place of a trace"),
@@ -351,7 +368,7 @@ def test_what_is_not_understood_is_refused(answer: Any) -> None:
 
 
 def test_quotes_fit_a_line_of_a_terminal() -> None:
-    assert quoted("a\x1b[31m\u202e\nb\x9b" + "c" * 1000).startswith("a\ufffd[31m\ufffd b\ufffdccc")
+    assert quoted("a\x1b[31m\u202e\nb\x9b" + "c" * 1000).startswith("a\\u001b[31m\\u202e b\\u009bccc")
     assert len(quoted("x" * 10_000)) == 300
 
 

@@ -7,13 +7,15 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
 from eagle_trace import open_trace, writer
+from eagle_trace.capture import Rows
 from eagle_trace.errors import RecordingError, TraceUnsealedError, UsageError
+from eagle_trace.gather import Memo
 from eagle_trace.inbox import Inbox
 from eagle_trace.manifest import Manifest
 from eagle_trace.patience import parse_wait, within
@@ -49,7 +51,7 @@ def test_the_host_waits_no_longer_in_all_than_it_was_told(monkeypatch: pytest.Mo
     for call in range(50):
         inbox.put("values", call, 30, call)
     assert inbox.slow
-    assert clock.now == pytest.approx(0.2)
+    assert inbox.waited == clock.now == pytest.approx(0.2)
 
 
 def test_of_the_forward_that_waited_too_long_the_rest_is_taken_and_of_later_ones_nothing(
@@ -67,6 +69,7 @@ def test_waiting_elsewhere_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     for call in range(50):
         inbox.put("values", call, 30, call)
     assert clock.now == pytest.approx(0.05)
+    assert inbox.waited == pytest.approx(0.2)
 
 
 def test_where_nobody_else_waits_a_disk_that_moves_is_waited_for_and_one_that_hangs_is_not(
@@ -133,7 +136,51 @@ def test_a_disk_that_hangs_for_a_while_costs_the_host_its_share_and_the_trace_sa
     gate.set()
     trace = open_trace(one.seal())
     assert trace.manifest.stopped == TOO_SLOW
+    assert 0.1 <= trace.manifest.waited_seconds < 0.5
     assert 2 <= assert_consistent(trace) < 20
+
+
+def test_a_forward_that_is_put_together_is_taken_whole_or_not_at_all(gate: threading.Event, tmp_path: Path) -> None:
+    one = begin(tmp_path / "t", max_wait=0.1)
+    with one.together(0):
+        put_call(one, 0)
+
+    def break_off() -> None:
+        with one.together(1):
+            put_call(one, 1)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        break_off()
+    with one.together(1):
+        put_call(one, 1)
+    assert one.flush()
+    gate.clear()
+    one._saved_at = 0.0
+    for call in range(2, 100):
+        with one.together(call):
+            put_call(one, call, 100)
+    assert not one.accepting
+    assert one.waited < 0.5
+    gate.set()
+    assert 2 <= assert_consistent(open_trace(one.seal())) < 20
+
+
+def test_what_sites_share_is_made_once() -> None:
+    made: list[int] = []
+
+    def make(batches: Sequence[Rows]) -> int:
+        made.append(len(batches))
+        return len(made)
+
+    memo = Memo(make)
+    batches = [Rows.build(prompt_id=[0], root=[0], step=[0], token_id=[0], position=[0], call_id=n) for n in range(9)]
+    assert [memo(batches), memo(list(batches)), memo(batches[:3]), memo(batches)] == [1, 1, 2, 1]
+    for number in range(1, 9):
+        memo(batches[number:])
+    assert len(memo._made) <= 4
+    memo.forget()
+    assert memo(batches) == len(made)
 
 
 def test_a_disk_that_hangs_for_good_is_left_behind(
@@ -196,6 +243,35 @@ def test_a_folder_that_hangs_is_not_waited_for(tmp_path: Path, monkeypatch: pyte
     hang.set()
     assert background[0].wait(0) is False
     assert assert_consistent(open_trace(background[0].seal())) == 1
+
+
+def test_writers_that_hang_are_few(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hang = threading.Event()
+    monkeypatch.setattr(writer, "FOLDER_SECONDS", 0.05)
+    said = []
+    before = threading.active_count()
+    for number in range(30):
+        with pytest.raises(RecordingError) as refused:
+            TraceWriter(tmp_path / f"{number}", Manifest("serve", "values", "x"), prepare=hang.wait)
+        said.append(str(refused.value))
+    assert ["does its disk hang" in words for words in said] == [True] * 4 + [False] * 26
+    assert "4 earlier attempts still wait" in said[-1]
+    assert threading.active_count() <= before + 4
+    hang.set()
+    deadline = time.monotonic() + 5
+    while threading.active_count() > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    TraceWriter(tmp_path / "after", Manifest("serve", "values", "x")).seal()
+
+
+def test_nobody_but_its_owner_enters_the_folder_of_a_trace(tmp_path: Path) -> None:
+    TraceWriter(tmp_path / "made" / "a.trace", Manifest("serve", "values", "x")).seal()
+    assert (tmp_path / "made" / "a.trace").stat().st_mode & 0o077 == 0
+    shared = tmp_path / "shared.trace"
+    shared.mkdir()
+    shared.chmod(0o750)
+    TraceWriter(shared, Manifest("serve", "values", "x")).seal()
+    assert shared.stat().st_mode & 0o777 == 0o750, "a folder that is there keeps the rights that its owner gave it"
 
 
 def test_attempts_that_hang_are_few(tmp_path: Path) -> None:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import io
-import itertools
 import json
 import math
 import os
+import socket
 import tarfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -276,7 +277,21 @@ BODIES: list[tuple[Any, int]] = [
     ({"named": {"r": [0, "k"], "s": [0, "l"]}}, 409),
     ({"named": ["r"]}, 422),
     ({"settings": {"temperature": "hot"}}, 422),
-    ({"settings": {"server_counts": {"r": "x"}}}, 422),
+    ({"settings": {"note": "x" * (64 << 10)}}, 422),
+    (b'{"settings": {"x": [' + b"[]," * 660_000 + b"1]}}", 422),
+    (b'{"settings": {"x": [' + (b"[" * 28 + b"]" * 28 + b",") * 36_000 + b"1]}}", 422),
+    ({"requests": True}, 422),
+    ({"requests": "3"}, 422),
+    ({"sample": True}, 422),
+    ({"sample": "0.5"}, 422),
+    ({"seconds": True}, 422),
+    ({"keep_cuda_graphs": 1}, 422),
+    ({"keep_cuda_graphs": "yes"}, 422),
+    ({"named": {"r": [True, "k"]}}, 422),
+    ({"named": {"r": ["1", "k"]}}, 422),
+    ({"named": {"r": [0.5, "k"]}}, 422),
+    ({"settings": {"max_new_tokens": True}}, 422),
+    ({"settings": {"temperature": True}}, 422),
     ({"nonsense": 1}, 422),
 ]
 
@@ -313,11 +328,17 @@ def test_what_a_client_says_does_not_take_the_name_of_what_the_server_knows(arm:
 
 def test_why_a_recording_ended_is_text_for_one_line(arm: Arm) -> None:
     armed = arm(admin="admin")
-    for stopped, kept in (("\x1b[2J\nno", "\ufffd[2J no"), (None, None), ("caf\u00e9", "caf\u00e9")):
+    for stopped, kept in (("\x1b[2J\nno", "\\u001b[2J no"), (None, None), ("caf\u00e9", "caf\u00e9")):
         armed.ask("POST", "/start", "admin", body={})
         assert armed.ask("POST", "/finish", "admin", body={"stopped": stopped}).status_code == 200
         assert armed.recorder.stopped == kept
-    for body in (b'{"stopped": "\\ud800"}', {"stopped": "x" * 501}, {"settings": nested(900)}, [1]):
+    for body in (
+        b'{"stopped": "\\ud800"}',
+        {"stopped": "x" * 501},
+        {"settings": {"server_counts": {"r": "x"}}},
+        {"settings": nested(900)},
+        [1],
+    ):
         assert armed.ask("POST", "/finish", "admin", body=body).status_code == 422
 
 
@@ -401,9 +422,14 @@ def test_a_download_that_breaks_on_the_server_does_not_end_like_a_regular_one(
 
     def truncated(path: Path) -> Any:
         length, blocks = archive.pack(path)
-        header, first = next(blocks), next(blocks)
-        os.truncate(part, 1 << 20)
-        return length, itertools.chain([header, first], blocks)
+
+        def cut() -> Iterator[bytes]:
+            yield next(blocks)
+            yield next(blocks)
+            os.truncate(part, 1 << 20)
+            yield from blocks
+
+        return length, cut()
 
     monkeypatch.setattr(routes, "pack", truncated)
     server = uvicorn.Server(uvicorn.Config(armed.app, port=0, log_level="critical", lifespan="off"))
@@ -431,3 +457,124 @@ def test_a_prompt_may_not_have_two_numbers_and_no_number_is_endless() -> None:
         Admission(requests=10**30)
     with pytest.raises(UsageError, match="time limit"):
         Order("x", seconds=math.inf)
+
+
+PAGES = [{"Origin": "http://page.example"}, {"Origin": "null"}, {"Sec-Fetch-Site": "cross-site"},
+         {"Sec-Fetch-Site": "same-origin"}]  # fmt: skip
+
+
+@pytest.mark.parametrize("headers", PAGES)
+def test_a_page_in_a_browser_reaches_no_server_that_has_no_key(arm: Arm, headers: dict[str, str]) -> None:
+    armed = arm(opt_in=True)
+    asked = [("GET", ""), ("POST", "/start"), ("POST", "/finish"), ("GET", "/traces/theirs.trace"),
+             ("DELETE", "/traces/theirs.trace")]  # fmt: skip
+    for method, path in asked:
+        refused = armed.client.request(method, f"/eagle_trace{path}", headers=headers)
+        assert refused.status_code == 403, path
+        assert "browser" in refused.json()["error"]
+    assert not armed.recorder.orders
+    assert (armed.folder / "theirs.trace").exists()
+
+
+def test_the_name_of_a_host_opens_nothing(arm: Arm) -> None:
+    """SGLang lets addresses of its health routes pass, and reads the address off a header of the client's."""
+    armed = arm("user", "admin")
+    for host in ("x/health", "x/health?", "x/metrics#", "x/ready"):
+        for method, path in (("GET", ""), ("POST", "/start"), ("POST", "/finish"), ("DELETE", "/traces/theirs.trace")):
+            assert armed.client.request(method, f"/eagle_trace{path}", headers={"Host": host}).status_code == 401
+    assert not armed.recorder.orders
+    assert (armed.folder / "theirs.trace").exists()
+
+
+def test_without_a_key_nobody_learns_what_others_record(arm: Arm) -> None:
+    armed = arm()
+    place = armed.ask("POST", "/start", body={"named": OWN}).json()["out"]
+    refused = armed.ask("POST", "/start", body={"named": OWN})
+    assert refused.status_code == 409
+    assert Path(place).name not in refused.text
+
+
+def test_clients_without_a_key_cannot_start_as_often_as_they_like(arm: Arm) -> None:
+    armed = arm()
+    statuses = []
+    for _ in range(25):
+        started = armed.ask("POST", "/start", body={"named": OWN})
+        statuses.append(started.status_code)
+        if started.status_code == 200:
+            token = started.json()["token"]
+            armed.ask("POST", "/finish", token=token, body={})
+            armed.ask("DELETE", f"/traces/{Path(started.json()['out']).name}", token=token)
+    assert statuses[:20] == [200] * 20
+    assert 429 in statuses[20:]
+
+
+@contextmanager
+def served(app: Any) -> Iterator[int]:
+    """The port of a real server."""
+    uvicorn = pytest.importorskip("uvicorn")
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="critical", lifespan="off"))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        while not server.started:
+            time.sleep(0.01)
+        yield server.servers[0].sockets[0].getsockname()[1]
+    finally:
+        server.should_exit = True
+        thread.join(10)
+    assert not thread.is_alive(), "nothing keeps it from ending"
+
+
+def test_a_disk_that_hangs_while_traces_are_removed_leaves_the_other_routes_alone(
+    arm: Arm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import httpx
+
+    from eagle_trace_sglang import routes
+
+    armed = arm("user")
+    moves = threading.Event()
+    monkeypatch.setattr(routes, "FOLDER_SECONDS", 0.3)
+    monkeypatch.setattr(routes.shutil, "rmtree", lambda _path: moves.wait(30))
+    with served(armed.app) as port, ExitStack() as stack:
+        stack.callback(moves.set)
+        key = {"Authorization": "Bearer user"}
+        client = stack.enter_context(httpx.Client(base_url=f"http://127.0.0.1:{port}", headers=key, timeout=5))
+        told = [client.delete("/eagle_trace/traces/theirs.trace") for _ in range(routes.WORKERS + 1)]
+        assert {answer.status_code for answer in told} == {409}
+        assert "did not answer within" in told[0].json()["error"]
+        assert "earlier attempts still wait" in told[-1].json()["error"]
+        assert client.get("/eagle_trace").json()["state"] == "ready"
+        assert client.post("/eagle_trace/start", json={}).status_code == 200
+
+
+def test_slow_bodies_and_slow_downloads_keep_nobody_out(arm: Arm) -> None:
+    import httpx
+
+    from eagle_trace_sglang import routes
+
+    armed = arm(opt_in=True)
+    part = armed.folder / "theirs.trace" / "topk.parquet" / "rank0-00000.parquet"
+    part.parent.mkdir()
+    part.write_bytes(bytes(20 << 20))
+    handles = len(list(Path("/proc/self/fd").iterdir()))
+    with served(armed.app) as port, ExitStack() as stack:
+
+        def begin(words: bytes) -> None:
+            one = stack.enter_context(socket.create_connection(("127.0.0.1", port)))
+            one.sendall(words)
+
+        for _ in range(routes.MOST_READ + 1):
+            begin(b"POST /eagle_trace/start HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n{")
+        for _ in range(routes.MOST_SENT):
+            begin(b"GET /eagle_trace/traces/theirs.trace HTTP/1.1\r\nHost: x\r\n\r\n")
+        time.sleep(0.5)
+        address = f"http://127.0.0.1:{port}/eagle_trace"
+        assert httpx.post(f"{address}/start", json={}, timeout=5).status_code == 200
+        assert httpx.get(f"{address}/traces/theirs.trace", timeout=5).status_code == 429
+        stack.close()
+        deadline = time.monotonic() + 5
+        while httpx.get(f"{address}/traces/theirs.trace", timeout=5).status_code == 429 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert httpx.get(f"{address}/traces/theirs.trace", timeout=5).status_code == 200
+    assert len(list(Path("/proc/self/fd").iterdir())) <= handles + 2

@@ -118,9 +118,10 @@ def test_what_fails_in_the_schedulers_thread_ends_the_recording_at_once(
     recorder._guarded(broken)
     recorder.between_batches()
     assert time.monotonic() - started < 1
-    name, number, why, detail = main.hears()
+    name, number, why, detail, waited = main.hears()
     assert (name, number, why) == ("failed", 1, "a bug")
     assert "ZeroDivisionError" in detail
+    assert waited == 0.0
     main.order("finish", 1, {}, None)
     gate.set()
     main.begin(2, tmp_path / "next")
@@ -150,7 +151,7 @@ def test_a_begin_that_is_refused_leaves_nothing_behind(
     prepare_output(tmp_path / "t")
     TraceWriter(tmp_path / "t", Manifest("serve", "stats", "sglang")).seal()
     main.begin(1, tmp_path / "t")
-    name, number, why, _ = main.hears()
+    name, number, why, *_ = main.hears()
     assert (name, number) == ("failed", 1)
     assert "two recorders" in why
     monkeypatch.setattr(ServeRecorder, "_hang", lambda *_: 1 / 0)

@@ -79,6 +79,19 @@ def refusals(config: Mapping[str, Any]) -> list[Refusal]:
     return list(found.values())
 
 
+def target_refusals(config: Mapping[str, Any], text: Mapping[str, Any]) -> list[Refusal]:
+    """What the engine stops at in a target's config, as far as the tables go: types of known classes, and the dtype.
+
+    Args:
+        config: the whole config.
+        text: its language model's part (the same for a model of text alone).
+    """
+    if config.get("auto_map"):
+        return []  # read by code of its own
+    types = list(_field_types(text)) if config_class(text) is not None else []
+    return types + list(_dtype(config if text is config else {**text, **config}))
+
+
 def positions(config: Mapping[str, Any]) -> int | None:
     """How many positions the engine counts for a config (of a target or a draft); None if it says nothing."""
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}

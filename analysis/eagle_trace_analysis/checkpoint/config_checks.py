@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 from eagle_trace_analysis.checkpoint import accepts, engine
+from eagle_trace_analysis.checkpoint.files import as_float32
 from eagle_trace_analysis.checkpoint.finding import Finding, failed, passed, skipped, warned
+from eagle_trace_analysis.checkpoint.refusal import Refusal, shown
 from eagle_trace_analysis.checkpoint.subject import Subject
 
 
@@ -17,12 +22,20 @@ def check_format(subject: Subject) -> Finding:
             f"{engine.ENGINE}",
         )
     architectures = subject.checkpoint.config.get("architectures")
-    name = architectures[0] if isinstance(architectures, list) and architectures else None
+    name = str(architectures[0]) if isinstance(architectures, list) and architectures else None
     kind = subject.kind
     if kind is not None:
         said = f"architectures is {architectures}, and " if architectures else ""
         left = [name for name in subject.checkpoint.unlisted if not name.endswith(".safetensors")]
         skips = f"; SGLang loads the safetensors alone and leaves {', '.join(left[:3])}" if left else ""
+        if kind.fits:
+            return skipped(
+                "format",
+                "",
+                f"architectures is {architectures}, and the tensors are those of {kind.name}: {kind.marks}. Serve with "
+                f"--speculative-algorithm EAGLE3; this command knows {engine.ARCHITECTURE} only, so nothing else was "
+                "checked",
+            )
         return failed(
             "format",
             "",
@@ -73,6 +86,7 @@ def check_config(subject: Subject) -> Finding:
     if subject.checkpoint.config.get("target_hidden_size", 1) is None:
         elsewhere.add("target_hidden_size")
     refused = [refusal for refusal in subject.refused if refusal.key not in elsewhere]
+    refused += _generation_config(subject.checkpoint.folder)
     if refused:
         return failed(
             name,
@@ -107,6 +121,22 @@ def check_config(subject: Subject) -> Finding:
     return passed(name, cause, f"every key is of a type that {entry['class']} and the engine take")
 
 
+def _generation_config(folder: Path) -> list[Refusal]:
+    """The engine reads a draft's generation config, which it does not use, and stops at one that is not an object.
+
+    One that is not JSON at all is taken for none.
+    """
+    path = folder / "generation_config.json"
+    try:
+        held = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    except (OSError, ValueError, RecursionError):
+        return []
+    if isinstance(held, dict):
+        return []
+    why = f"generation_config.json holds {shown(held)}, not an object"
+    return [Refusal("generation_config.json", why, "delete generation_config.json: a draft needs none")]
+
+
 def check_decoder(subject: Subject) -> Finding:
     """What the decoder layer must be for the engine's class: a llama layer with silu and no biases.
 
@@ -131,6 +161,7 @@ def check_decoder(subject: Subject) -> Finding:
         if n.endswith((".q_norm.weight", ".k_norm.weight", ".bias"))
         and n != "fc.bias"
         and n not in engine.parameters(subject.served)
+        and not _is_zero_bias(subject, n)
     ]
     if extra:
         problems.append(f"the engine drops {', '.join(extra[:4])}")
@@ -148,6 +179,12 @@ def check_decoder(subject: Subject) -> Finding:
         )
     said = "" if kind == "llama" else f" (model_type {kind} picks the config class only)"
     return passed(name, cause, f"a llama layer with silu and no biases, as the engine computes{said}")
+
+
+def _is_zero_bias(subject: Subject, name: str) -> bool:
+    """Whether a tensor is a bias of zeros, which adds nothing where it is dropped."""
+    stored = subject.tensors[name]
+    return name.endswith(".bias") and stored.is_float and not as_float32(stored.read()).any()
 
 
 def _other_defaults(subject: Subject) -> str:

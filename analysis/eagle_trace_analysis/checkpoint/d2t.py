@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from eagle_trace_analysis.checkpoint import engine
+from eagle_trace_analysis.checkpoint.files import DTYPES, StoredTensor
 from eagle_trace_analysis.checkpoint.finding import Finding, failed, passed, skipped, warned
 from eagle_trace_analysis.checkpoint.subject import Subject
 
@@ -71,6 +73,9 @@ def check_d2t(subject: Subject) -> Finding:
     rows = _draft_vocabulary(subject)
     if stored is None:
         return _missing(subject, rows, vocabulary)
+    theirs = subject.target.config.get("vocab_size") if subject.target else None
+    if theirs is not None and engine.differ_by_padding(theirs, vocabulary):
+        vocabulary = max(theirs, vocabulary)
     if stored.dtype not in ("I64", "I32", "I16") or len(stored.shape) != 1:
         return failed(
             NAME,
@@ -108,7 +113,7 @@ def _judge(
     where = kept_from if kept is not None else ""
     scores = f"As offsets (ids = d2t + arange, what the engine does): {offsets.figures()}{where}."
     if offsets.fits:
-        if kept is None and not d2t.any() and len(d2t) < vocabulary:
+        if kept is None and not d2t.any() and not engine.differ_by_padding(len(d2t), vocabulary):
             return failed(
                 NAME,
                 "d2t-missing",
@@ -151,11 +156,12 @@ def _judge(
             f"d2t is all zeros, its value before a mapping is loaded. {scores}",
             _restore(subject),
         )
-    return _stale(subject, offsets, others, kept_from)
+    return _stale(subject, offsets, others, kept, kept_from)
 
 
-def _stale(subject: Subject, offsets: Reading, scores: str, kept_from: str) -> Finding:
+def _stale(subject: Subject, offsets: Reading, scores: str, kept: NDArray[np.int64] | None, kept_from: str) -> Finding:
     unique = len(np.unique(offsets.ids))
+    reordered = kept is not None and np.array_equal(np.sort(offsets.ids), kept)
     in_range = offsets.in_range == len(offsets.ids)
     if in_range and offsets.kept is None and unique == len(offsets.ids):
         return warned(
@@ -165,7 +171,16 @@ def _stale(subject: Subject, offsets: Reading, scores: str, kept_from: str) -> F
             f"writes. {scores}",
             "compare with the checkpoint it came from (--reference)",
         )
-    if in_range and offsets.kept is not None and offsets.is_map:
+    if in_range and reordered:
+        why = f"the target ids are those of t2d{kept_from} in another order, and training numbers them in t2d's"
+        if not subject.is_speculators:
+            return warned(
+                NAME,
+                "d2t-stale",
+                f"{why}, if it masks by t2d (speculators and SpecForge do); the engine reads d2t alone. {scores}",
+                "compare with the checkpoint it came from (--reference)",
+            )
+    elif in_range and offsets.kept is not None and offsets.is_map:
         differ = len(offsets.ids) - offsets.kept
         why = (
             f"a valid map, but {differ:,} of {len(offsets.ids):,} target ids are not those of t2d{kept_from}"
@@ -199,6 +214,14 @@ def _missing(subject: Subject, rows: int, vocabulary: int) -> Finding:
             "d2t-missing",
             f"there is no d2t and none is needed: draft and target share all {vocabulary:,} ids",
         )
+    if rows < vocabulary and engine.differ_by_padding(rows, vocabulary):
+        return warned(
+            NAME,
+            "d2t-missing",
+            f"there is no d2t, and the draft has {rows:,} of {vocabulary:,} ids: draft ids are taken for the first "
+            "target ids, which is right if the rest is padding",
+            f"leave it if the tokenizer has no more than {rows:,} tokens; otherwise {_restore(subject)}",
+        )
     if subject.tensors.get("lm_head.weight") is None and subject.full.get("draft_vocab_size") is None:
         return skipped(
             NAME,
@@ -223,13 +246,23 @@ def _draft_vocabulary(subject: Subject) -> int:
 
 def _kept_ids(subject: Subject) -> tuple[NDArray[np.int64] | None, str]:
     """Target ids that t2d keeps, from the draft or else its reference, and a word on where it was."""
+    rows = _draft_vocabulary(subject)
     stored, where = subject.tensors.get("t2d"), ""
-    if stored is None and subject.reference is not None:
-        stored, where = subject.reference.tensors.get("t2d"), " of the reference"
-    if stored is None or len(stored.shape) != 1:
+    if not _is_mask(stored, rows):
+        stored = subject.reference.tensors.get("t2d") if subject.reference is not None else None
+        where = " of the reference"
+    if stored is None or not _is_mask(stored, rows):
         return None, ""
-    kept: NDArray[Any] = stored.read()
-    return np.flatnonzero(kept).astype(np.int64), where
+    return np.flatnonzero(stored.read()).astype(np.int64), where
+
+
+def _is_mask(stored: StoredTensor | None, rows: int) -> bool:
+    """Whether a t2d tells which target ids are kept: not where it was never set, or holds ids or offsets."""
+    if stored is None or len(stored.shape) != 1 or stored.dtype not in DTYPES:
+        return False
+    values: NDArray[Any] = stored.read()
+    kept = int((values != 0).sum())
+    return kept > 0 and bool(((values == 0) | (values == 1)).all()) and (kept < len(values) or kept == rows)
 
 
 def _restore(subject: Subject) -> str:

@@ -90,11 +90,23 @@ def rope_settings(config: Mapping[str, Any]) -> dict[str, Any]:
         rope = {"rope_theta": 10000.0}
     rope["rope_type"] = rope.get("rope_type") or rope.pop("type", None) or "default"
     rope.pop("type", None)
-    factor = config.get("partial_rotary_factor") or rope.get("partial_rotary_factor") or entry["share"]
-    rope["partial_rotary_factor"] = factor
+    if "mrope_section" in rope:
+        rope["rope_type"] = "default"
+    # the share is read at the top of the config; one inside the object of the rotary embedding is not
+    share = config.get("partial_rotary_factor")
+    rope["partial_rotary_factor"] = entry["share"] if share is None else share
     if not config.get("rope_is_neox_style", True):
         rope["rope_is_neox_style"] = False
     return {key: value for key, value in rope.items() if value is not None}
+
+
+def trained_rope(layer: Mapping[str, Any]) -> dict[str, Any]:
+    """The rotary embedding that a decoder config stands for in training, in the form of `rope_settings`.
+
+    transformers' llama layer rotates whole heads, whatever share its config names.
+    """
+    whole = {"partial_rotary_factor": 1.0} if layer.get("model_type", "llama") == "llama" else {}
+    return rope_settings(layer) | whole
 
 
 def eagle_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -198,6 +210,11 @@ def copied_from_training(ids: Sequence[int]) -> int | None:
     """Whether serving ids look like speculators' default, copied as it is: the number of layers it fits, or None."""
     counted = ids[-1] + 3 if ids else 0
     return counted if counted >= 8 and list(ids) == default_inputs(counted) else None
+
+
+def differ_by_padding(one: int, other: int) -> bool:
+    """Whether two vocabulary sizes may be those of one tokenizer, padded differently (151,669 and 151,936)."""
+    return abs(one - other) <= 0.02 * max(one, other) or -(-one // 64) == -(-other // 64)
 
 
 def parameters(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from eagle_trace.checkpoints import read_config
+from eagle_trace.checkpoints import read_config, text_config
 from eagle_trace.errors import CheckpointError, OutputExistsError
 from eagle_trace_analysis.checkpoint.accepts import config_class, fits, refusals
 from eagle_trace_analysis.checkpoint.engine import (
@@ -33,6 +33,8 @@ from eagle_trace_analysis.checkpoint.engine import (
     ids_that_capture,
 )
 from eagle_trace_analysis.checkpoint.files import INDEX, Checkpoint, StoredTensor, open_checkpoint, stored_dtype
+from eagle_trace_analysis.checkpoint.kinds import refuse_other_types
+from eagle_trace_analysis.checkpoint.refusal import shown
 
 #: where `export` puts the tensors that SGLang wants under a second name
 SECOND_NAMES = "hidden-norms.safetensors"
@@ -49,8 +51,9 @@ def read_speculators_config(draft: Path) -> dict[str, Any]:
     config = read_config(draft)
     if "transformer_layer_config" not in config:
         raise CheckpointError(f"{draft} is not in speculators format: its config has no transformer_layer_config")
-    if config.get("speculators_model_type") != "eagle3":
-        raise CheckpointError(f"{draft} is a {config.get('speculators_model_type')} speculator, not eagle3")
+    refuse_other_types(draft, config.get("speculators_model_type"))
+    if not isinstance(config["transformer_layer_config"], Mapping):
+        raise CheckpointError(f"the transformer_layer_config of {draft} is not an object")
     return dict(config)
 
 
@@ -75,19 +78,30 @@ def what_sglang_cannot_compute(config: Mapping[str, Any]) -> list[str]:
     return reasons
 
 
+def _layers(target_config: Mapping[str, Any], target: Path) -> int:
+    layers = text_config(target_config).get("num_hidden_layers")
+    if type(layers) is not int:
+        raise CheckpointError(f"{target / 'config.json'} is no target's config: it has no num_hidden_layers")
+    return layers
+
+
 def aux_layer_ids(config: Mapping[str, Any], target: Path | None) -> list[int]:
     """Layer ids of the target features in speculators' convention (the default [2, L//2, L-3] needs the target's L).
 
     Raises:
-        CheckpointError: the config names none and there is no target to count the layers of.
+        CheckpointError: the config names no list; or none, and there is no target to count the layers of.
     """
     ids = config.get("eagle_aux_hidden_state_layer_ids")
     if ids:
-        return [int(i) for i in ids]
+        if not isinstance(ids, list) or any(type(i) is not int for i in ids):
+            raise CheckpointError(
+                f"eagle_aux_hidden_state_layer_ids in the speculators config is {shown(ids)}, not a list of layer ids"
+            )
+        return list(ids)
     if target is None:
         raise CheckpointError("the draft's config names no layer ids: give --target, whose layers the default counts")
     target_config = read_config(target)
-    return default_inputs(int(target_config.get("text_config", target_config)["num_hidden_layers"]))
+    return default_inputs(_layers(target_config, target))
 
 
 def sglang_config(
@@ -105,7 +119,7 @@ def sglang_config(
     """
     target = target or {}
     architecture = next(iter(target.get("architectures") or []), None)
-    layers = target.get("text_config", target).get("num_hidden_layers")
+    layers = text_config(target).get("num_hidden_layers")
     ids = ids_that_capture(layer_ids, layers, architecture)
     if ids is None:
         raise CheckpointError(
@@ -114,13 +128,15 @@ def sglang_config(
             "these; train with other layers"
         )
     flat = {key: value for key, value in config["transformer_layer_config"].items() if not key.startswith("_")}
+    # a share of each head is rotated by SGLang's llama layer only: the layer that was trained rotates whole heads
+    flat.pop("partial_rotary_factor", None)
     types = (config_class({"model_type": "llama"}) or {"types": {}})["types"]
     # a null where the class takes none stands for a key that is not there
     flat = {key: value for key, value in flat.items() if value is not None or fits(None, types.get(key, "None"))}
     flat |= {
         "architectures": [ARCHITECTURE],
         "model_type": "llama",
-        "draft_vocab_size": config["draft_vocab_size"],
+        "draft_vocab_size": config.get("draft_vocab_size", 32000),  # speculators' own default
         "tie_word_embeddings": False,
         "dtype": dtype,
         "eagle_config": {
@@ -139,7 +155,7 @@ def sglang_config(
 def doubtful_ids(ids: list[int], target: Mapping[str, Any] | None) -> list[str]:
     """A sentence if the layer ids of a speculators config look copied from a serving config as they are."""
     target = target or {}
-    layers = target.get("text_config", target).get("num_hidden_layers")
+    layers = text_config(target).get("num_hidden_layers")
     fitting = copied_from_serving(ids, layers, next(iter(target.get("architectures") or []), None))
     if fitting is None:
         return []

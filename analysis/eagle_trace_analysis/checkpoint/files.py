@@ -199,7 +199,8 @@ def has_weights(folder: Path) -> bool:
 
 def _present(folder: Path) -> tuple[list[Path], list[Path]]:
     """The weight files of the kind SGLang reads, and those of the kinds it then leaves."""
-    kinds = [sorted(folder.glob(pattern)) for pattern in PATTERNS]
+    # names that begin with a dot (macOS leaves some beside every file) are not matched in SGLang
+    kinds = [sorted(file for file in folder.glob(pattern) if file.name[0] != ".") for pattern in PATTERNS]
     taken = next((kind for kind in kinds if kind), [])
     left = [file for kind in kinds if kind is not taken for file in kind]
     taken, left = (
@@ -266,6 +267,8 @@ def read_header(file: Path) -> list[StoredTensor]:
     Raises:
         CheckpointError: the file is truncated or not in the format its name says.
     """
+    if file.exists() and not file.is_file():
+        raise CheckpointError(f"{file} is not a file")
     if file.suffix != ".safetensors":
         return [
             StoredTensor(one.name, one.dtype, one.shape, file, one.start, one.nbytes, one.strides)

@@ -9,8 +9,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from eagle_trace.errors import CheckpointError
 from eagle_trace_analysis.checkpoint import engine
 from eagle_trace_analysis.checkpoint.files import StoredTensor
 
@@ -23,6 +25,18 @@ DFLASH_CLASSES = frozenset(
 NOT_IN_SGLANG = f"{engine.ENGINE} has no class for it"
 
 
+#: what serves drafts of speculators' other types, by `speculators_model_type`
+SPECULATORS_TYPES = {
+    "eagle": "SGLang serves an EAGLE-1 head with --speculative-algorithm EAGLE, from a flat config",
+    "peagle": f"{NOT_IN_SGLANG}; vLLM serves the folder as it is",
+    "dflash": "SGLang serves a DFlash draft with --speculative-algorithm DFLASH, from a flat config",
+    "dflash2": "SGLang serves a DFlash draft with --speculative-algorithm DFLASH, from a flat config",
+    "dspark": "SGLang serves a DSpark draft with --speculative-algorithm DSPARK, from a flat config",
+    "mtp": "SGLang serves native MTP layers with --speculative-algorithm EAGLE, under the class of the target's family",
+    "mlp": f"{NOT_IN_SGLANG}; vLLM has one (method mlp_speculator)",
+}
+
+
 @dataclass(frozen=True)
 class Kind:
     """What a folder holds if it is not an EAGLE-3 draft of the class this command knows.
@@ -31,11 +45,24 @@ class Kind:
         name: with its article (``an EAGLE-1 or EAGLE-2 head``).
         marks: the tensors by which it was told.
         served: how it is served, if it is.
+        fits: whether it is an EAGLE-3 draft all the same, and the config names the class that loads it.
     """
 
     name: str
     marks: str
     served: str
+    fits: bool = False
+
+
+def refuse_other_types(folder: Path, kind: Any) -> None:
+    """Refuse a speculators folder of another `speculators_model_type` than eagle3, with what serves it.
+
+    Raises:
+        CheckpointError: it is of another type.
+    """
+    if kind != "eagle3":
+        served = SPECULATORS_TYPES.get(str(kind), "what serves it is not known here")
+        raise CheckpointError(f"{folder} is a {kind} speculator, not eagle3: {served}")
 
 
 def recognise(tensors: Tensors, config: Mapping[str, Any]) -> Kind | None:
@@ -171,7 +198,7 @@ def _mtp(tensors: Tensors, _: Mapping[str, Any]) -> Kind | None:
     )
 
 
-def _other_attention(tensors: Tensors, _: Mapping[str, Any]) -> Kind | None:
+def _other_attention(tensors: Tensors, config: Mapping[str, Any]) -> Kind | None:
     found = _with(tensors, r"^layers\.0\.self_attn\.(q_a_proj|kv_a_proj_with_mqa|kv_b_proj|fused_qkv_a_proj)")
     if not found or not ("fc.weight" in tensors or "layers.0.hidden_norm.weight" in tensors):
         return None
@@ -180,6 +207,7 @@ def _other_attention(tensors: Tensors, _: Mapping[str, Any]) -> Kind | None:
         f"there is a {found[0]}",
         'serve with --speculative-algorithm EAGLE3 and architectures ["Eagle3DeepseekV2ForCausalLM"]; this command '
         f"knows {engine.ARCHITECTURE} only",
+        fits=_architecture(config) == "Eagle3DeepseekV2ForCausalLM",
     )
 
 

@@ -84,11 +84,18 @@ def _cannot_capture(subject: Subject) -> Finding | None:
     inputs = engine.captured_inputs(subject.served, subject.target_layers, subject.target_architecture)
     if given is None or inputs is None:
         return None
+    if not inputs:
+        return failed(
+            "layer-ids",
+            SHIFTED,
+            "eagle_aux_hidden_state_layer_ids is empty: the engine captures no layer",
+            "name the trained layers, or remove the key if they are the engine's guess (inputs of layers 2, L/2, L-3)",
+        )
     layers = subject.target_layers
     last = (
         None if layers is None else layers if subject.target_architecture in engine.FINAL_STATE_TARGETS else layers - 1
     )
-    if not inputs or min(inputs) < 0 or (last is not None and max(inputs) > last) or len(set(inputs)) < len(inputs):
+    if min(inputs) < 0 or (last is not None and max(inputs) > last) or len(set(inputs)) < len(inputs):
         return failed(
             "layer-ids",
             SHIFTED,

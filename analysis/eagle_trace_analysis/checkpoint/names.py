@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from difflib import SequenceMatcher
-from typing import Any
 
 from eagle_trace_analysis.checkpoint import engine
-from eagle_trace_analysis.checkpoint.finding import Finding, failed, listed, passed, warned
+from eagle_trace_analysis.checkpoint.finding import Finding, failed, listed, passed, skipped, warned
 from eagle_trace_analysis.checkpoint.quantised import PACKED, is_packed, spoken_for
 from eagle_trace_analysis.checkpoint.subject import Subject
 from eagle_trace_analysis.checkpoint.width import feeds_one
@@ -28,7 +26,7 @@ def check_names(subject: Subject) -> Finding:
         and not any(part in engine.canonical_name(name) for part in ELSEWHERE)
         and not (tied and engine.canonical_name(name) == "lm_head.weight")
     ]
-    idle = [name for name in dropped if engine.computes_nothing(name)]
+    idle = [name for name in dropped if engine.computes_nothing(name) or _counts(subject, name)]
     adapter = [name for name in dropped if "lora_" in name]
     layers, counted = stored_layers(subject), int(subject.full["num_hidden_layers"])
     beyond = [name for name in dropped if layers > counted and (engine.layer_of(name) or 0) >= counted]
@@ -42,7 +40,7 @@ def check_names(subject: Subject) -> Finding:
             fixes.append(f"set num_hidden_layers to {layers}")
         if rest:
             evidence.append(listed(rest))
-            fixes.append(f"rename them to what {engine.ARCHITECTURE} loads: {_suggest(subject, rest, known)}")
+            fixes.append(_suggest(subject, rest))
         why = "; ".join(evidence)
         return failed(name, cause, f"{engine.ENGINE} drops {count} tensors without a word: {why}", "; ".join(fixes))
     if adapter:
@@ -107,17 +105,46 @@ def _layers(count: int) -> str:
     return f"{count:,} decoder layer{'s' if count != 1 else ''}"
 
 
-def _suggest(subject: Subject, dropped: list[str], known: Mapping[str, Any]) -> str:
-    """For each dropped tensor the parameter it may be: unfilled, of its very shape, and most alike in name."""
-    filled = {place for name in subject.checkpoint.tensors for place in engine.destinations(name, known)}
-    hints = []
-    for name in dropped:
-        shape = tuple(subject.checkpoint.tensors[name].shape)
-        open_places = [place for place in known if place not in filled and tuple(known[place]) == shape]
-        if open_places:
-            alike = max(open_places, key=lambda place: SequenceMatcher(None, name, place).ratio())
-            hints.append(f"{name} -> {alike}")
-    return listed(hints, 3) if hints else "none of them has a counterpart there"
+def _counts(subject: Subject, name: str) -> bool:
+    """Whether a tensor is a counter that was saved with the weights (a training step), or holds nothing."""
+    stored = subject.checkpoint.tensors[name]
+    return not stored.size or (stored.size == 1 and stored.dtype.startswith(("I", "U", "BOOL")))
+
+
+def misnamed(subject: Subject) -> dict[str, str]:
+    """Stored tensors that the engine drops, and the parameter each may be: unfilled, and of its very shape.
+
+    A name that ends as the parameter's comes before one that is merely alike.
+    """
+    known = engine.parameters(subject.served)
+    tensors = subject.checkpoint.tensors
+    places = {name: engine.destinations(name, known) for name in tensors}
+    still_open = dict.fromkeys(known)
+    for filled in places.values():
+        for place in filled:
+            still_open.pop(place, None)
+    found: dict[str, str] = {}
+    dropped = [name for name, filled in places.items() if not filled and not spoken_for(name)]
+    for same_end in (True, False):
+        for name in dropped:
+            fit = [one for one in still_open if known[one] == tuple(tensors[name].shape)]
+            fit = [one for one in fit if name.endswith(f".{one}")] if same_end else fit
+            if name not in found and fit:
+                found[name] = max(fit, key=lambda place: SequenceMatcher(None, name, place).ratio())
+                still_open.pop(found[name])
+    return found
+
+
+def _suggest(subject: Subject, dropped: list[str]) -> str:
+    """What to do about dropped tensors."""
+    hints = {name: place for name, place in misnamed(subject).items() if name in dropped}
+    if not hints:
+        return f"{engine.ARCHITECTURE} has no counterpart of them: leave them out if they were not trained"
+    prefixes = {name.removesuffix(place) for name, place in hints.items()}
+    if len(prefixes) == 1 and len(hints) == len(dropped):
+        return f"take the prefix {prefixes.pop()!r} off their names"
+    pairs = [f"{name} -> {place}" for name, place in hints.items()]
+    return f"rename them to what {engine.ARCHITECTURE} loads: {listed(pairs, 3)}"
 
 
 def check_missing(subject: Subject) -> Finding:
@@ -148,11 +175,15 @@ def check_missing(subject: Subject) -> Finding:
         idle += [name for name in unset if name == "lm_head.weight"]
     unset = [name for name in unset if name not in (*idle, *norm)]
     if unset:
-        return _left_over(subject, unset) or failed(
-            name,
-            cause,
-            f"{len(unset)} of {len(known)} parameters stay at their start (random, norms at ones): {listed(unset)}",
-            "ship them; a checkpoint with renamed keys needs them under the names above",
+        return (
+            _left_over(subject, unset)
+            or _only_misnamed(subject, unset)
+            or failed(
+                name,
+                cause,
+                f"{len(unset)} of {len(known)} parameters stay at their start (random, norms at ones): {listed(unset)}",
+                "ship them; a checkpoint with renamed keys needs them under the names above" + _unasked_bias(unset),
+            )
         )
     if norm:
         return warned(
@@ -172,6 +203,24 @@ def check_missing(subject: Subject) -> Finding:
         cause,
         f"all {len(known)} parameters of {engine.ARCHITECTURE} are there" + (f" ({', '.join(notes)})" if notes else ""),
     )
+
+
+def _only_misnamed(subject: Subject, unset: list[str]) -> Finding | None:
+    """Not a fault of its own where every parameter has a stored tensor under another name: weight-names says so."""
+    if not set(unset) <= set(misnamed(subject).values()):
+        return None
+    return skipped(
+        "weights-present",
+        "weights-missing",
+        f"not judged apart: {len(unset)} parameters are not filled, and for each there is a tensor that the engine "
+        "drops for its name (see weight-names)",
+    )
+
+
+def _unasked_bias(unset: list[str]) -> str:
+    if not all(name.endswith("o_proj.bias") for name in unset):
+        return ""
+    return "; or set attention_bias to false, if it was trained without biases"
 
 
 def _left_over(subject: Subject, unset: list[str]) -> Finding | None:

@@ -45,7 +45,9 @@ def rope_refusals(config: Mapping[str, Any]) -> Iterator[Refusal]:
 
 
 def _rope_form(rope: Mapping[str, Any], name: str) -> Iterator[Refusal]:
+    # sections for text, height and width make it a plain embedding to the class, whatever form is named
     form = rope["rope_type"] if "rope_type" in rope else rope.get("type", "default")
+    form = "default" if "mrope_section" in rope else form
     if not isinstance(form, str) or form not in ROPE_NEEDS:
         known = ", ".join(ROPE_NEEDS)
         yield Refusal(

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from eagle_trace_analysis.checkpoint import accepts, engine
-from eagle_trace_analysis.checkpoint.files import DTYPE_NAMES, stored_dtype
+from eagle_trace_analysis.checkpoint.files import DTYPE_NAMES, StoredTensor, stored_dtype
 from eagle_trace_analysis.checkpoint.finding import Finding, failed, passed, skipped, warned
 from eagle_trace_analysis.checkpoint.quantised import is_packed, spoken_for
 from eagle_trace_analysis.checkpoint.scan import Scan
 from eagle_trace_analysis.checkpoint.subject import Subject
+from eagle_trace_analysis.checkpoint.weights import same_rows
 
 ASK = "the training config is not known: give --reference, the speculators folder it came from"
 LARGEST_FLOAT16 = 65504.0
@@ -113,16 +115,42 @@ def check_rope(subject: Subject) -> Finding:
     name, cause, served = "rope", "rope-theta", engine.rope_settings(subject.full)
     words = ", ".join(f"{k} {v}" for k, v in sorted(served.items()))
     if subject.trained_layer is None:
+        share = subject.served.get("partial_rotary_factor", 1.0)
+        if share != 1:
+            return warned(
+                name,
+                cause,
+                f"partial_rotary_factor is {share}: the engine rotates that share of a head, and transformers' llama "
+                "layer, with which drafts are trained, rotates whole heads whatever the key says",
+                "remove partial_rotary_factor, unless it was trained with a layer that reads it",
+            )
         return skipped(name, cause, f"served with {words}; {ASK}")
-    trained = engine.rope_settings(subject.trained_layer)
+    trained = engine.trained_rope(subject.trained_layer)
     differ = [
         f"{key} is {served.get(key)}, trained {trained.get(key)}"
         for key in sorted({*served, *trained})
         if served.get(key) != trained.get(key)
     ]
+    sections = [one for one in differ if one.startswith("mrope_")]
+    if sections and len(sections) == len(differ):
+        return warned(
+            name,
+            cause,
+            f"{'; '.join(sections)}: the same for text, whose three positions are one, and not for images",
+            "write the sections as trained",
+        )
     if differ:
-        return failed(name, cause, "; ".join(differ), f"set rope_parameters to {trained}")
+        return failed(name, cause, "; ".join(differ), _rope_fix(differ, trained))
     return passed(name, cause, f"{words}, as trained")
+
+
+def _rope_fix(differ: list[str], trained: dict[str, Any]) -> str:
+    share = [one for one in differ if one.startswith("partial_rotary_factor")]
+    rope = {key: value for key, value in trained.items() if key != "partial_rotary_factor"}
+    fixes = [f"set rope_parameters to {rope}"] if len(share) < len(differ) else []
+    if share:
+        fixes.append(f"set partial_rotary_factor, at the top of the config, to {trained['partial_rotary_factor']}")
+    return "; ".join(fixes)
 
 
 def check_eps(subject: Subject) -> Finding:
@@ -175,8 +203,8 @@ def check_max_position(subject: Subject) -> Finding:
 def check_window(subject: Subject) -> Finding:
     """Sliding-window attention, which the engine takes from a server argument and not from the config."""
     source = subject.trained_layer or subject.full
-    kinds = source.get("layer_types") or []
-    if "sliding_attention" in kinds:
+    kinds = source.get("layer_types")
+    if isinstance(kinds, list) and "sliding_attention" in kinds:
         window = source.get("sliding_window")
         return warned(
             "sliding-window",
@@ -192,7 +220,21 @@ def check_tied(subject: Subject) -> Finding:
     name, cause = "tied-head", "lm-head-tied"
     if not subject.full["tie_word_embeddings"]:
         return passed(name, cause, "tie_word_embeddings is off: the draft's own head is used")
-    own = "lm_head.weight" in subject.tensors
+    head = subject.tensors.get("lm_head.weight")
+    tied = subject.target is not None and subject.target.config.get("tie_word_embeddings")
+    own = head is not None
+    whole = subject.full.get("draft_vocab_size") == subject.full["vocab_size"]
+    if whole and head is None and tied:
+        return passed(name, cause, "the draft has no head of its own: it is given the target's embedding, its head too")
+    if whole and head is None:
+        return warned(
+            name,
+            cause,
+            "tie_word_embeddings is on and there is no head: the draft is given the target's embedding for one",
+            "leave it if it was trained so; otherwise set tie_word_embeddings to false and ship lm_head.weight",
+        )
+    if whole and head is not None and _is_embedding(subject, head):
+        return passed(name, cause, "lm_head.weight is dropped, and equals the embedding that is taken in its place")
     return failed(
         name,
         cause,
@@ -200,6 +242,15 @@ def check_tied(subject: Subject) -> Finding:
         + (", and the trained lm_head.weight is dropped" if own else ""),
         "set tie_word_embeddings to false" + ("" if own else " and ship lm_head.weight"),
     )
+
+
+def _is_embedding(subject: Subject, head: StoredTensor) -> bool:
+    """Whether the head holds the rows of the embedding that a tie puts in its place."""
+    theirs = subject.target.embedding if subject.target else subject.tensors.get("embed_tokens.weight")
+    if theirs is None or not (head.is_float and theirs.is_float) or head.shape != theirs.shape:
+        return False
+    equal, of, _ = same_rows(head, theirs, lambda rows: rows)
+    return equal == of
 
 
 def check_vocabulary(subject: Subject) -> Finding:
@@ -234,6 +285,14 @@ def check_vocabulary(subject: Subject) -> Finding:
             f"set vocab_size to {embedding.shape[0]}",
         )
     theirs = subject.target.config.get("vocab_size") if subject.target else None
+    if theirs is not None and theirs != vocabulary and engine.differ_by_padding(theirs, vocabulary):
+        return warned(
+            name,
+            cause,
+            f"vocab_size is {vocabulary:,}, the target's is {theirs:,}, which may be padding: the draft is given the "
+            "target's embedding, of which tensor parallelism cuts the draft's part by this number",
+            f"set vocab_size to {theirs}" + (" and leave embed_tokens.weight out" if embedding is not None else ""),
+        )
     if theirs is not None and theirs != vocabulary:
         return failed(
             name,

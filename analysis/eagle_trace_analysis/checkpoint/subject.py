@@ -8,10 +8,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from eagle_trace.checkpoints import read_config
+from eagle_trace.checkpoints import read_config, text_config
 from eagle_trace.errors import CheckpointError
 from eagle_trace_analysis.checkpoint import engine
-from eagle_trace_analysis.checkpoint.accepts import SIZES, refusals, repaired
+from eagle_trace_analysis.checkpoint.accepts import SIZES, refusals, repaired, target_refusals
 from eagle_trace_analysis.checkpoint.accepts import config_class as accepts_class
 from eagle_trace_analysis.checkpoint.export import aux_layer_ids, second_names, sglang_config
 from eagle_trace_analysis.checkpoint.files import (
@@ -21,18 +21,22 @@ from eagle_trace_analysis.checkpoint.files import (
     open_checkpoint,
     stored_dtype,
 )
-from eagle_trace_analysis.checkpoint.kinds import Kind, recognise
+from eagle_trace_analysis.checkpoint.kinds import Kind, recognise, refuse_other_types
 from eagle_trace_analysis.checkpoint.refusal import Refusal
-from eagle_trace_analysis.checkpoint.target_classes import is_known, target_class
+from eagle_trace_analysis.checkpoint.target_classes import target_class
+
+#: sizes of a target's layers that no check reads
+UNREAD = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
 
 
 @dataclass(frozen=True)
 class Target:
-    """The target model: its text config, and its weights where they are there."""
+    """The target model: its text config, its weights where they are there, and what the engine stops at."""
 
     folder: Path
     config: Mapping[str, Any]
     architecture: str | None
+    refused: Sequence[Refusal] = ()
 
     @property
     def layers(self) -> int:
@@ -151,10 +155,11 @@ def open_target(folder: Path) -> Target:
         CheckpointError: no config, or one that counts no layers.
     """
     config = read_config(folder)
-    text = config.get("text_config")
-    own = dict(text) if isinstance(text, Mapping) else dict(config)
+    own = dict(text_config(config))
     if not isinstance(own.get("num_hidden_layers"), int):
         raise CheckpointError(f"{folder / 'config.json'} is no target's config: it has no num_hidden_layers")
+    # some models have a size per layer, where one number is read here of a draft
+    own = {key: value for key, value in own.items() if key not in UNREAD or not isinstance(value, list)}
     _need_numbers(folder, own)
     for outer in ("tie_word_embeddings", "dtype", "torch_dtype"):
         if outer in config:
@@ -163,7 +168,8 @@ def open_target(folder: Path) -> Target:
         # the defaults of other families are not known here: what their config omits is not compared
         own = engine.with_defaults(own)
     # a multimodal target is registered under the outer class
-    return Target(folder, own, target_class(config.get("architectures") or own.get("architectures")))
+    architecture = target_class(config.get("architectures") or own.get("architectures"))
+    return Target(folder, own, architecture, target_refusals(config, text_config(config)))
 
 
 def open_subject(draft: Path, target: Path | None, reference: Path | None) -> Subject:
@@ -187,17 +193,8 @@ def open_subject(draft: Path, target: Path | None, reference: Path | None) -> Su
         served, kind = _as_exported(checkpoint, ids, known_target), "speculators"
     else:
         served, kind = dict(checkpoint.config), "sglang"
-        _refuse_other_layers(draft, served)
     refused = refusals(served)
     return Subject(checkpoint, kind, repaired(served), trained, ids, known_target, other, refused)
-
-
-def _refuse_other_layers(draft: Path, config: Mapping[str, Any]) -> None:
-    """Refuse a draft for another EAGLE-3 class of the engine's: its layer is another one."""
-    names = config.get("architectures")
-    name = names[0] if isinstance(names, list) and names else None
-    if isinstance(name, str) and name != engine.ARCHITECTURE and "eagle3" in name.lower() and is_known(name):
-        raise CheckpointError(f"{draft} is for the class {name}: this command knows {engine.ARCHITECTURE} only")
 
 
 def _open_exported(folder: Path) -> Checkpoint:
@@ -242,9 +239,7 @@ def _need_numbers(folder: Path, config: Mapping[str, Any]) -> None:
 
 
 def _refuse_others(checkpoint: Checkpoint) -> None:
-    kind = checkpoint.config.get("speculators_model_type", "eagle3")
-    if kind != "eagle3":
-        raise CheckpointError(f"{checkpoint.folder} is a {kind} speculator, not eagle3")
+    refuse_other_types(checkpoint.folder, checkpoint.config.get("speculators_model_type", "eagle3"))
     _need_numbers(checkpoint.folder, nested_config(checkpoint.config))
     _need_numbers(checkpoint.folder, checkpoint.config)
 
@@ -252,12 +247,7 @@ def _refuse_others(checkpoint: Checkpoint) -> None:
 def _trained_ids(config: Mapping[str, Any], target: Path | None) -> list[int] | None:
     if not config.get("eagle_aux_hidden_state_layer_ids") and target is None:
         return None
-    try:
-        return aux_layer_ids(config, target)
-    except (TypeError, ValueError) as error:
-        raise CheckpointError(
-            f"eagle_aux_hidden_state_layer_ids in the speculators config is no list of layer ids: {error}"
-        ) from error
+    return aux_layer_ids(config, target)
 
 
 def _as_exported(checkpoint: Checkpoint, ids: list[int] | None, target: Target | None) -> dict[str, Any]:

@@ -26,6 +26,14 @@ def check_target(subject: Subject) -> Finding:
             f"{engine.ENGINE}'s {name} {lacks}, so the server stops before it serves",
             "serve this target with another engine, or a release whose class can: no change to the draft helps",
         )
+    if subject.target.refused:
+        refused = subject.target.refused
+        return failed(
+            check,
+            "",
+            f"{engine.ENGINE} stops at the target's own config: {'; '.join(one.why for one in refused)}",
+            f"in the target's config: {'; '.join(dict.fromkeys(one.fix for one in refused))}",
+        )
     if name in SERVES:
         since = next((f" (from {release} on)" for release, names in SINCE.items() if name in names), "")
         return passed(check, SINGLE, f"{engine.ENGINE}'s {name} feeds EAGLE-3 drafts{since}")

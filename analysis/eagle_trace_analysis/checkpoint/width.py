@@ -15,8 +15,8 @@ SINGLE = "single-layer-features"
 
 
 def has_fc(subject: Subject) -> bool:
-    """Whether the file holds an fc, quantised or not."""
-    return any(name.startswith("fc.") for name in subject.tensors)
+    """Whether the file holds an fc, quantised or not, under its name or behind a prefix."""
+    return any(".fc." in f".{name}" for name in subject.tensors)
 
 
 def feeds_one(subject: Subject) -> bool:
@@ -136,7 +136,7 @@ def check_fc(subject: Subject) -> Finding:
             name,
             SINGLE,
             f"fc takes {aux} layers of width {width}, the target's width is {theirs}",
-            f"set target_hidden_size to {theirs} if the draft was trained for this target",
+            f"serve it with a target of width {width}, the one it was trained for",
         )
     other = "" if theirs is not None else " (not compared with the target: no --target)"
     return passed(name, SINGLE, f"fc.weight is {shape}: {aux} layers of width {width}{other}")
@@ -146,6 +146,14 @@ def _wrong_shape(subject: Subject, shape: list[int], aux: int) -> Finding | None
     name, (hidden, width) = "fc-width", _widths(subject)
     wanted = [hidden, width * aux]
     if shape != wanted:
+        theirs = subject.target.config.get("hidden_size") if subject.target else None
+        if theirs is not None and theirs != width and shape == [hidden, theirs * aux]:
+            return failed(
+                name,
+                SINGLE,
+                f"fc.weight is {shape}, for {aux} layers of the target's width {theirs}; the config builds {wanted}",
+                f"set target_hidden_size to {theirs}",
+            )
         fits = len(shape) == 2 and shape[0] == hidden and shape[1] % width == 0
         return failed(
             name,

@@ -50,7 +50,7 @@ class _Job:
             os.killpg(self.pid, signal.SIGKILL)
 
 
-def main() -> None:
+def main() -> NoReturn:
     """Import, listen, fork until the parent closes standard input."""
     for name in PRELOADED:
         importlib.import_module(name)
@@ -79,7 +79,7 @@ def main() -> None:
             elif key.fileobj == 0:
                 for job in jobs.values():
                     job.end()
-                return
+                os._exit(0)  # taking all of SGLang's modules down in order can last half a minute
             elif (job := jobs.get(key.data)) is not None:
                 _hear(job, selector)
 
