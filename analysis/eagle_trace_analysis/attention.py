@@ -96,7 +96,8 @@ class View:
                 index[at - low] = held.later[source]
         own = [
             held.later.get((root, path[:holds]), -1)
-            for step in range(1, len(path) + 1)
+            # a window shorter than the path leaves out the path's own first tokens too
+            for step in range(max(1, low - root), len(path) + 1)
             if (holds := self._holds(step, len(path))) is not None
         ]
         index = np.concatenate([index, np.array(own, dtype=np.int64)])

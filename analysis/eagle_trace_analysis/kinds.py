@@ -152,10 +152,12 @@ def _cast(pair: Pair, error: float) -> Kind | None:
     x, y = pair.sample
     for name, dtype in (("bfloat16", ml_dtypes.bfloat16), ("float16", np.float16)):
         if np.array_equal(as_float32(x.astype(dtype)), y):
-            return Kind(
-                f"rounded to {name}", f"is the trained one rounded to {name}", error, f"store it in {pair.was.dtype}"
-            )
+            return _rounded_to(name, pair, error)
     return None
+
+
+def _rounded_to(name: str, pair: Pair, error: float) -> Kind:
+    return Kind(f"rounded to {name}", f"is the trained one rounded to {name}", error, f"store it in {pair.was.dtype}")
 
 
 def _scaled(pair: Pair, error: float) -> Kind | None:
@@ -257,6 +259,8 @@ def _few(pair: Pair, error: float, head: int | None) -> Kind | None:
         noun = "column" if pair.height > 1 else "element"
         a, b = x[:, columns], y[:, columns]
         place = match_rows(*(np.ascontiguousarray(pair.rounded(one[:COLUMN_ROWS]).T) for one in (b, a)))
+        if np.array_equal(place, np.arange(len(columns))):
+            return None  # equal once both are rounded alike
         if (place >= 0).all() and pair.height > 1:
             whole = np.arange(pair.width)
             whole[columns] = columns[place]
@@ -287,6 +291,8 @@ def _elsewhere(pair: Pair, head: int | None) -> Kind | None:
     error = (square / power) ** 0.5 if power else float("inf")
     found = np.array(rows[: len(x)], dtype=np.int64)
     place = match_rows(pair.rounded(y), pair.rounded(x))
+    if np.array_equal(place, np.arange(len(place))) and pair.unit == UNIT[DTYPE_NAMES[pair.held.dtype]]:
+        return _rounded_to(DTYPE_NAMES[pair.held.dtype], pair, error)
     if len(found) == len(rows) and (place >= 0).all() and pair.height > 1:
         whole = np.arange(pair.height)
         whole[found] = found[place]

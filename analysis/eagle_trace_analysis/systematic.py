@@ -73,6 +73,9 @@ PRODUCT = 0.3
 CHANNEL = 2.0
 #: a float32 host sums in float32, and how it does is no accident: its limits are so many times as wide
 FLOAT32 = 32.0
+#: an error of so many times the channel's own size, as of memory that nobody wrote, is not looked into: its squares
+#: are beyond float32, and its size says enough
+HUGE = 1e6
 #: channels below this share of the largest one's power are dead
 _DEAD = 1e-12
 #: standard error of a median over that of a mean, and of a sample's spread from its median absolute deviation
@@ -172,7 +175,8 @@ class Systematic:
 
 
 def systematic(recorded_TC: Real, expected_TC: Real, channels: NDArray[np.int64], limits: Limits) -> Systematic | None:
-    """The systematic part of recorded - expected; None on too few distinct rows, or where nothing is known to differ.
+    """The systematic part of recorded - expected; None on too few distinct rows, where nothing is known to differ, or
+    where the error is `HUGE`.
 
     Args:
         recorded_TC: rows of a step as recorded, [T, C].
@@ -180,6 +184,11 @@ def systematic(recorded_TC: Real, expected_TC: Real, channels: NDArray[np.int64]
         channels: which channels they are, int64 [C].
         limits: of the step.
     """
+    with np.errstate(over="ignore", invalid="ignore"):
+        return _systematic(recorded_TC, expected_TC, channels, limits)
+
+
+def _systematic(recorded_TC: Real, expected_TC: Real, channels: NDArray[np.int64], limits: Limits) -> Systematic | None:
     rows = _distinct(expected_TC)
     y, x = expected_TC[rows], recorded_TC[rows]
     power = np.einsum("tc,tc->c", y, y)
@@ -192,6 +201,8 @@ def systematic(recorded_TC: Real, expected_TC: Real, channels: NDArray[np.int64]
     # in units of the channel's RMS; float32 holds what is left
     rms = np.sqrt(power / len(rows))
     d = ((x - y) / rms).astype(np.float32)
+    if not float(np.abs(d).max()) < HUGE:
+        return None
     y = (y / rms).astype(np.float32)
     norm = np.sqrt(np.maximum(np.einsum("tc,tc->t", y, y), np.float32(1e-30)))
     coherent, offset = _coherent(d, y, norm)

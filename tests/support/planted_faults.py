@@ -59,6 +59,14 @@ def faults() -> list[Planted]:
             config=put("eagle_config", "use_aux_hidden_state", value=False),
         ),
         Planted(
+            "algorithm-eagle",
+            "single-layer-features",
+            "fused",
+            serve={"pick": lambda s: s[-1], "d2t": np.zeros(320, dtype=np.int64)},
+            serve_tensors=embedding_head(320),
+            serve_write={"settings": {"algorithm": "EAGLE"}, "dropped": [HEAD]},
+        ),
+        Planted(
             "layer-ids-shifted",
             "layer-ids-shifted",
             "target.hidden.0",
@@ -317,6 +325,7 @@ def faults() -> list[Planted]:
         ),
         Planted("keys-and-values-swapped", "qkv-order", "layer.0.attn.k", serve_tensors=swap(K, V), loaded=True),
         Planted("sliding-window", "sliding-window", "layer.0.attn.context", serve={"window": 24}),
+        Planted("sliding-window-of-one", "sliding-window", "layer.0.attn.context", serve={"window": 1}),
         Planted(
             "sliding-window-flag",
             "sliding-window",

@@ -16,6 +16,7 @@ from eagle_trace_analysis.causes.document import render as causes_page
 from eagle_trace_analysis.diagnose import Checkpoints, diagnose, diagnosed
 from eagle_trace_analysis.report.json import to_json
 from eagle_trace_analysis.report.text import render
+from tests.support.numpy_target import read_tensors
 from tests.support.pairs import DRAFT, TARGET
 from tests.support.planted import Planted, run
 from tests.support.planted_faults import faults
@@ -62,6 +63,16 @@ def test_the_fault_of_the_story_is_confirmed_alone(golden: dict[str, Trace]) -> 
     innocent = {one.cause: one.evidence for one in diagnosis.of("ruled_out")}
     assert "80" in innocent["d2t-absolute"]
     assert {"weights-dropped", "lm-head-tied", "lm-head-from-target"} <= set(innocent)
+
+
+def test_a_map_that_is_right_as_loaded_is_not_said_to_be_wrong_in_its_file(tmp_path: Path) -> None:
+    """The engine maps by something else: copying d2t once more would change nothing."""
+    served = read_tensors(DRAFT)["d2t"] + 1
+    result, _, _ = run(Planted("map", "d2t-stale", "topk.target_id", serve={"d2t": served}), tmp_path)
+    assert result.diagnosis is not None
+    (cause,) = result.diagnosis.confirmed
+    assert cause.cause == "d2t-stale"
+    assert "d2t as loaded is the trained one" in str(cause.fix)
 
 
 def test_without_checkpoints_nothing_is_confirmed_that_needs_them(

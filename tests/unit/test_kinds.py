@@ -109,6 +109,23 @@ def test_equal_tensors_differ_in_no_kind(tmp_path: Path) -> None:
     assert kind_of(tensors["was"], tensors["held"]) is None
 
 
+@pytest.mark.parametrize("row", [slice(None), slice(70, 72)], ids=["in the sample", "behind it"])
+@pytest.mark.parametrize("held", [np.float16, BF16])
+def test_a_few_elements_that_a_storage_dtype_rounds_are_no_move(
+    held: Any, row: slice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where one number of an embedding is too small for float16: nothing stands at another place."""
+    monkeypatch.setattr("eagle_trace_analysis.kinds.SAMPLE", 70 * WIDTH)
+    was = drawn().astype(held).astype(np.float32)
+    was[row, 5] *= 1 + 2.0**-14
+    if row.start is not None:
+        was[np.linspace(0, len(was) - 1, 70).astype(np.int64)] = 0.5
+    tensors = stored(tmp_path, was=was, held=was.astype(held))
+    kind = kind_of(tensors["was"], tensors["held"])
+    assert kind is not None
+    assert kind.name == f"rounded to {np.dtype(held).name}"
+
+
 def test_a_row_that_no_sample_holds_is_found_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("eagle_trace_analysis.kinds.SAMPLE", 70 * WIDTH)
     tensors = stored(tmp_path, was=drawn(), held=one_row(drawn(), 3.0))

@@ -9,6 +9,7 @@ import pytest
 
 from eagle_trace.reader import Trace, open_trace
 from eagle_trace_analysis import Diff, diff
+from eagle_trace_analysis.attention import View
 from eagle_trace_analysis.causes.norms import fit_eps
 from eagle_trace_analysis.causes.qkv import match_channels
 from eagle_trace_analysis.causes.rope import fit_theta
@@ -113,7 +114,28 @@ def test_theta_is_read_off_the_rotation(tmp_path: Path) -> None:
     result, train, serve = run(named("rope-theta-of-the-engine"), tmp_path)
     replay = Context(result, train, serve).replay
     assert replay is not None
-    assert fit_theta(replay) == pytest.approx(20000.0, rel=1e-3)
+    for step in replay.recorded.steps:
+        assert fit_theta(replay, step) == pytest.approx(20000.0, rel=1e-3)
+    # the deployed config is right: to set it once more would change nothing
+    assert result.diagnosis is not None
+    assert "the deployed config says theta 10000 as trained" in str(result.diagnosis.confirmed[0].fix)
+
+
+def test_a_window_shorter_than_a_path_leaves_out_the_first_tokens_of_the_path(
+    healthy: tuple[Diff, Trace, Trace],
+) -> None:
+    """A window of w tokens holds the last w of prefix and path together, the row's own among them."""
+    replay = Context(*healthy).replay
+    assert replay is not None
+    rows = replay.recorded.keys
+    deepest = int(rows.step.argmax())
+    key = int(rows.prompt_id[deepest]), int(rows.root[deepest]), rows.paths()[deepest], int(rows.call_id[deepest])
+    whole = View(replay.recorded).seen(*key)
+    assert whole is not None
+    for window in range(1, len(key[2]) + 4):
+        seen = View(replay.recorded, window=window, by_root=False).seen(*key)
+        assert seen is not None
+        assert np.array_equal(seen[0], whole[0][-window:])
 
 
 def test_channels_are_found_at_their_other_places() -> None:

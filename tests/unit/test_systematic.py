@@ -129,6 +129,15 @@ def test_dead_channels_nonfinite_ones_and_too_few_rows_are_left_out() -> None:
     assert systematic(0 * x, 0 * y, np.arange(C), Limits.of(2.0**-8, 2)) is None
 
 
+@pytest.mark.parametrize("size", [1e7, 1e20, 1e36, np.inf])
+def test_memory_that_nobody_wrote_is_wrong_by_its_size_alone(size: float) -> None:
+    y = product(10).astype(np.float32)
+    for x in (y * np.float32(size), y + np.float32(size)):
+        assert systematic(x, y, np.arange(C), Limits.of(2.0**-24, 2, product=True)) is None
+        # rows that were computed from such rows
+        assert systematic(y, np.full_like(y, size), np.arange(C), Limits.of(2.0**-24, 2)) is None
+
+
 # ---- steps of a healthy pair, held against other weights -----------------------------------------------------------
 
 

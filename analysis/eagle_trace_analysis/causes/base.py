@@ -214,6 +214,23 @@ def _figures(one: Replayed) -> str:
     return one.serve.words() if one.serve is not None else "not recomputed"
 
 
+def as_trained(context: Context, check: str, names: tuple[str, ...], what: str, otherwise: str) -> str:
+    """The fix of what the server computes otherwise than trained: of its config, unless that says it as trained.
+
+    Args:
+        context: the pair.
+        check: the static check that speaks of it; what that advises comes first.
+        names: the fields (of `Form`).
+        what: the fields and their values as trained, in words.
+        otherwise: the fix of the config.
+    """
+    trained, served = context.form, context.served_form
+    known = context.failed(check) is None and trained is not None and served is not None
+    if known and all(getattr(served, name) == getattr(trained, name) for name in names):
+        return f"the deployed config says {what} as trained, and the server computes otherwise: update or report it"
+    return context.fix(check, otherwise)
+
+
 def clipped(names: Iterable[str], most: int = 4) -> str:
     """Names, the first few."""
     listed = list(names)

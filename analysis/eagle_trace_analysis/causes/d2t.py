@@ -99,6 +99,13 @@ def _reading(found: _Map) -> str | None:
     return None
 
 
+def _fix(context: Context, found: _Map, otherwise: str) -> str:
+    """What to do about the file, if that is where the wrong map is from."""
+    if found.whole:
+        return "d2t as loaded is the trained one: the server maps by something else, so update it, or report it"
+    return context.fix("d2t", otherwise)
+
+
 def check_absolute(context: Context) -> Outcome:
     """Ids stored where offsets are expected, or arange subtracted twice."""
     found, outcome = _start(context)
@@ -108,10 +115,10 @@ def check_absolute(context: Context) -> Outcome:
     count = f"{len(found.ids):,} of {len(found.ids):,} draft ids seen"
     if reading == "ids":
         evidence = f"{count}: served target id = trained target id + draft id, so d2t holds ids and not offsets"
-        return confirmed(evidence, context.fix("d2t", "subtract arange once from d2t"), SITE)
+        return confirmed(evidence, _fix(context, found, "subtract arange once from d2t"), SITE)
     if reading == "twice":
         evidence = f"{count}: served target id = trained target id - draft id, so arange was subtracted from offsets"
-        return confirmed(evidence, context.fix("d2t", "add arange once to d2t, or restore the file"), SITE)
+        return confirmed(evidence, _fix(context, found, "add arange once to d2t, or restore the file"), SITE)
     return ruled_out(
         f"{len(found.ids) - found.equal:,} of {len(found.ids):,} target ids differ, and not by the draft id"
     )
@@ -126,7 +133,7 @@ def check_missing(context: Context) -> Outcome:
     if _reading(found) == "missing":
         moved = int((found.trained != found.ids).sum())
         evidence = f"all {same:,} draft ids seen are served as target ids; trained, {moved:,} of them are others"
-        return confirmed(evidence, context.fix("d2t", "ship d2t unchanged (`eagle-trace export` does)"), SITE)
+        return confirmed(evidence, _fix(context, found, "ship d2t unchanged (`eagle-trace export` does)"), SITE)
     return ruled_out(f"{len(found.ids) - same:,} of {len(found.ids):,} draft ids are mapped to other target ids")
 
 
@@ -143,7 +150,7 @@ def check_stale(context: Context) -> Outcome:
         f"{len(differ):,} of {len(found.ids):,} draft ids seen have another target id, first draft id {found.ids[at]}: "
         f"{found.trained[at]} trained, {found.served[at]} served"
     )
-    return confirmed(evidence, context.fix("d2t", "copy d2t unchanged from the trained checkpoint"), SITE)
+    return confirmed(evidence, _fix(context, found, "copy d2t unchanged from the trained checkpoint"), SITE)
 
 
 CAUSES = (

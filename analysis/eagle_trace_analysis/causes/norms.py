@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from eagle_trace_analysis.causes.base import Cause, Hypothesis, Outcome, counterfactual
+from eagle_trace_analysis.causes.base import Cause, Hypothesis, Outcome, as_trained, counterfactual
 from eagle_trace_analysis.checkpoint import engine
 from eagle_trace_analysis.context import Context
 from eagle_trace_analysis.replay import Recomputed, Replay, Replayed
@@ -74,7 +74,13 @@ def check_features_norm(context: Context) -> Outcome:
         context,
         ["fc.in"],
         others,
-        lambda _: context.fix("fc-norm", "set norm_before_fc and fc_norm as trained"),
+        lambda _: as_trained(
+            context,
+            "fc-norm",
+            ("norm_before_fc", "fc_norm"),
+            "norm_before_fc and fc_norm",
+            "set norm_before_fc and fc_norm as trained",
+        ),
         own=("norm_before_fc", "fc_norm"),
     )
 
@@ -91,7 +97,7 @@ def check_carry(context: Context) -> Outcome:
         context,
         ["carry"],
         other,
-        lambda _: context.fix("norm-output", "set norm_output as trained"),
+        lambda _: as_trained(context, "norm-output", ("norm_output",), "norm_output", "set norm_output as trained"),
         own=("norm_output",),
     )
 
@@ -107,13 +113,12 @@ def check_eps(context: Context) -> Outcome:
         if fitted is not None:
             yield Hypothesis(f"rms_norm_eps {fitted:.3g} (fitted)", replay.varied(eps=fitted))
 
-    return counterfactual(
-        context, _norm_sites(context), others, lambda _: context.fix("norm-eps", _eps_fix(context)), own=("eps",)
-    )
+    return counterfactual(context, _norm_sites(context), others, lambda _: _eps_fix(context), own=("eps",))
 
 
 def _eps_fix(context: Context) -> str:
-    return f"set rms_norm_eps to {context.form.eps:g}, as trained" if context.form else "set rms_norm_eps as trained"
+    what = f"rms_norm_eps {context.form.eps:g}" if context.form else "rms_norm_eps"
+    return as_trained(context, "norm-eps", ("eps",), what, f"set {what}, as trained")
 
 
 def fit_eps(replay: Replay, site: str, step: int) -> float | None:

@@ -12,6 +12,7 @@ from eagle_trace_analysis.causes.base import (
     Cause,
     Hypothesis,
     Outcome,
+    as_trained,
     confirmed,
     counterfactual,
     not_tested,
@@ -32,7 +33,7 @@ def _sites(context: Context) -> list[str]:
 def check_theta(context: Context) -> Outcome:
     """Other frequencies: the deployed config's, or those that the recorded rotation shows."""
 
-    def others(replay: Replay, _: Replayed) -> Iterator[Hypothesis]:
+    def others(replay: Replay, node: Replayed) -> Iterator[Hypothesis]:
         mine = replay.form.rope
         served = context.served_form.rope if context.served_form else None
         if served is not None:
@@ -41,38 +42,45 @@ def check_theta(context: Context) -> Outcome:
             if served != mine:
                 words = replace(served, partial=1.0).words()
                 yield Hypothesis(f"the deployed {words}", replay.varied(rope=served), deployed=True)
-        fitted = fit_theta(replay)
+        fitted = fit_theta(replay, node.step)
         if fitted is not None:
             plain = replace(mine, theta=fitted, kind="default", parameters={})
             yield Hypothesis(f"theta {fitted:.6g} (fitted to the recorded rotation)", replay.varied(rope=plain))
 
-    return counterfactual(
-        context, _sites(context), others, lambda _: context.fix("rope", _fix(context)), own=("rope frequencies",)
-    )
+    return counterfactual(context, _sites(context), others, lambda _: _fix(context), own=("rope frequencies",))
 
 
 def _fix(context: Context) -> str:
-    return f"set rope_parameters as trained ({context.form.rope.words()})" if context.form else "set rope as trained"
+    words = context.form.rope.words() if context.form else "rope_parameters"
+    return as_trained(context, "rope", ("rope",), words, f"set rope_parameters as trained ({words})")
 
 
-def fit_theta(replay: Replay) -> float | None:
-    """The base of the frequencies that turned recorded q into recorded q_rope, None if no row shows it.
+def fit_theta(replay: Replay, step: int = 0) -> float | None:
+    """The base of the frequencies that turned recorded q into recorded q_rope at a step, None if no rows show it.
 
-    At positions 1 to 3 no pair has gone round once, so the angle of pair i is position x theta^(-2 i / size).
+    Between positions that are 1 to 3 apart no pair goes round once, so the angle of pair i from one to the other is
+    their distance times theta^(-2 i / size). At position 0 every angle is 0.
     """
     size = int(replay.form.head_dim * replay.form.rope.partial)
     half = size // 2
     before, after = (replay.recorded.values(f"layer.0.attn.{name}") for name in ("q", "q_rope"))
-    position = replay.recorded.keys.position
     if before is None or after is None or half < 2:
         return None
-    rows = np.flatnonzero(before.present & after.present & (position >= 1) & (position <= 3))
-    if not rows.size:
+    rows = np.flatnonzero(before.present & after.present & (replay.recorded.keys.step == step))
+    position, first = np.unique(replay.recorded.keys.position[rows], return_index=True)
+    if not len(position):
         return None
-    x, y = (side.values[rows].reshape(len(rows), -1, replay.form.head_dim) for side in (before, after))
+    x, y = (side.values[rows[first]].reshape(len(first), -1, replay.form.head_dim) for side in (before, after))
     a, b, c, d = x[..., :half], x[..., half:size], y[..., :half], y[..., half:size]
-    cross, dot = (a * d - b * c).sum(axis=1), (a * c + b * d).sum(axis=1)
-    frequency = np.median(np.arctan2(cross, dot) / position[rows][:, None], axis=0)[1:]
+    turned = (a * c + b * d).sum(axis=1) + 1j * (a * d - b * c).sum(axis=1)
+    if position[0] > 0:
+        position, turned = np.insert(position, 0, 0), np.insert(turned, 0, 1.0, axis=0)
+    apart = np.diff(position)
+    near = apart <= 3
+    if not near.any():
+        return None
+    angle = np.angle(turned[1:][near] * np.conj(turned[:-1][near]))
+    frequency = np.median(angle / apart[near, None], axis=0)[1:]
     index = np.arange(1, half)
     good = frequency > 1e-9
     if not good.any():
@@ -103,7 +111,13 @@ def check_layout(context: Context) -> Outcome:
         _sites(context),
         others,
         lambda words: (
-            context.fix("rope", f"rotate {_share(context)} of each head, as trained (partial_rotary_factor)")
+            as_trained(
+                context,
+                "rope",
+                ("rope",),
+                f"{_share(context)} of each head rotated",
+                f"rotate {_share(context)} of each head, as trained (partial_rotary_factor)",
+            )
             if "of each head" in words
             else f"the server has {words}: serve with the layout of the training, or permute q and k weights for it"
         ),

@@ -72,6 +72,8 @@ def _elsewhere(context: Context, one: Apart) -> bool:
     # the engine shares the target's embedding unless what it holds is what the draft's folder has
     if one.name == "embed_tokens.weight" and one.held is None:
         return True
+    if one.name == "lm_head.weight" and context.other_algorithm is not None:
+        return True  # it takes the target's head
     if one.name.startswith(("input_norm.", "fc_norm.")):
         return bool(context.outcomes["fc-norm-ignored"].verdict == "confirmed")
     site = site_of(one.name)
