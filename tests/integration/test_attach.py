@@ -16,10 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
 from eagle_trace import Trace, open_trace
 from eagle_trace.errors import HostError, PromptsError, RecordingError
+from eagle_trace.manifest import OPEN_SEAL
 from eagle_trace.selection import Selection
 from eagle_trace_analysis import diff
 from eagle_trace_sglang.record import attach
@@ -304,10 +306,9 @@ def test_a_killed_scheduler_leaves_a_partial_trace_and_a_clear_word(tree: Attach
         while not (len(tree.traces) > 1 and list(tree.traces[-1].glob("rows.parquet/*"))):
             assert time.monotonic() < deadline
             time.sleep(0.1)
-        schedulers = [process for process in tree.processes if "scheduler" in "".join(process.cmdline())]
-        assert schedulers
-        for process in schedulers:
-            process.kill()
+        # who is recording is told by the open manifest: the scheduler's process
+        manifest = json.loads((tree.traces[-1] / OPEN_SEAL).read_bytes())
+        psutil.Process(int(manifest["recorder"].rsplit(":", 1)[1])).kill()
         with pytest.raises((HostError, RecordingError)):
             asked.result(120)
     partial = open_trace(tree.traces[-1], allow_partial=True)

@@ -79,9 +79,7 @@ def two_at_once() -> list[tuple[Planted, list[str]]]:
     eps = put("rms_norm_eps", value=1e-2)
     norms = (HIDDEN_NORM, EMBED_NORM, NORM, "layers.0.post_attention_layernorm.weight")
     scale = several(*(change(name, lambda x: 1.2 * x) for name in norms))
-    rope = several(
-        put("rope_parameters", "rope_theta", value=500.0), put("rope_parameters", "partial_rotary_factor", value=0.5)
-    )
+    rope = several(put("rope_parameters", "rope_theta", value=500.0), put("partial_rotary_factor", value=0.5))
     return [
         (
             Planted("eps-and-norms", None, "layer.0.embed_norm", config=eps, serve={"eps": 1e-2}, **both(scale)),

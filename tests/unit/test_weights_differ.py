@@ -91,7 +91,7 @@ def test_what_a_confirmed_cause_makes_better_and_not_right_is_not_explained(tmp_
 @pytest.mark.parametrize("said_so", [True, False], ids=["in the config", "in the engine"])
 def test_another_share_of_the_head_is_one_cause(said_so: bool, tmp_path: Path) -> None:
     (plain,) = (one for one in planted_faults.faults() if one.name == "rope-partial")
-    config = put("rope_parameters", "partial_rotary_factor", value=0.375) if said_so else None
+    config = put("partial_rotary_factor", value=0.375) if said_so else None
     result, _, _ = run(replace(plain, config=config, serve={"share": 0.375}), tmp_path)
     assert result.diagnosis is not None
     (cause,) = result.diagnosis.confirmed
