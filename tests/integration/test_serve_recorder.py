@@ -180,7 +180,7 @@ def test_bad_input_is_refused_before_anything_starts(tmp_path: Path, deployed: P
     other.mkdir()
     config = json.loads((TARGET / "config.json").read_text()) | {"hidden_size": 64}
     (other / "config.json").write_text(json.dumps(config))
-    refused(CheckpointError, "do not fit: the target is 64 wide, the draft 128", target=other)
+    refused(CheckpointError, "do not fit: the target is 64 wide, and the draft takes features of 128", target=other)
     taken = tmp_path / "taken"
     taken.mkdir()
     (taken / "file").write_text("mine")
