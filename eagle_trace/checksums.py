@@ -14,7 +14,6 @@ import io
 import re
 from typing import Any, Protocol
 
-import numpy as np
 import xxhash
 
 #: anything with the buffer protocol
@@ -100,6 +99,8 @@ class Pieces:
 
     def __init__(self, text: str) -> None:
         found = re.findall(r"(\d{1,18}):([0-9a-f]{16})(?: |\Z)", text, re.ASCII)
+        import numpy as np  # not above: naming a trace should not take as long as reading one
+
         lengths = np.array([int(length) for length, _ in found], dtype=np.int64)
         if " ".join(f"{length}:{value}" for length, value in found) != text or (lengths <= 0).any():
             raise ValueError("its list of checksums makes no sense")
@@ -115,8 +116,8 @@ class Pieces:
 
     def covering(self, start: int, stop: int) -> range:
         """The pieces that hold bytes from `start` to `stop`."""
-        first = int(np.searchsorted(self.ends, start, side="right"))
-        return range(first, min(int(np.searchsorted(self.ends, stop, side="left")) + 1, len(self.ends)))
+        first = int(self.ends.searchsorted(start, side="right"))
+        return range(first, min(int(self.ends.searchsorted(stop, side="left")) + 1, len(self.ends)))
 
     def start(self, piece: int) -> int:
         """Where a piece begins."""
