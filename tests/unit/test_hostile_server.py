@@ -56,7 +56,7 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The client's folder; patience is short."""
     for name in ("STATUS_SECONDS", "SEAL_SECONDS", "FETCH_SECONDS"):
-        monkeypatch.setattr(remote, name, 0.6)
+        monkeypatch.setattr(remote, name, 2.0)
     here = tmp_path / "deep" / "down"
     here.mkdir(parents=True)
     (here / "p.jsonl").write_text('{"prompt": "one"}\n{"prompt": "two"}\n')
@@ -64,7 +64,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def record(url: str, here: Path, **options: Any) -> Any:
-    return attach(url=url, prompts=here / "p.jsonl", out=here / "s.trace", timeout=1, **options)
+    return attach(url=url, prompts=here / "p.jsonl", out=here / "s.trace", timeout=2, **options)
 
 
 def test_a_good_server_gives_the_trace_and_is_asked_with_its_key_and_token(good: Path, here: Path) -> None:
@@ -228,7 +228,7 @@ def assert_harmless(answers: dict[str, Answer], here: Path, words: str) -> None:
     began = time.monotonic()
     with serving(answers) as (url, _), pytest.raises(EagleTraceError, match=words) as refused:
         record(url, here)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 15
     sentence = str(refused.value)
     assert refused.value.exit_status == 2
     assert sentence.isprintable(), ascii(sentence)

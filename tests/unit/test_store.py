@@ -59,7 +59,7 @@ def write_pair(where: Any) -> list[Any]:
 def facts(result: Any) -> dict[str, Any]:
     """A diff without the places of its traces."""
     data = to_json(result)
-    for side in data["traces"].values():
+    for side in (*data["traces"].values(), data["reference"], data["other"]):
         del side["path"]
     return data
 
