@@ -17,7 +17,11 @@ def check_layer_ids(subject: Subject) -> Finding:
     if subject.is_speculators:
         return _of_speculators(subject)
     if not engine.uses_aux_hidden_state(subject.served):
-        return passed(name, SHIFTED, "use_aux_hidden_state is false: the engine captures no layer and reads no ids")
+        return skipped(
+            name,
+            SHIFTED,
+            "not checked: use_aux_hidden_state is false, so the engine reads no ids (see aux-hidden-state)",
+        )
     if feeds_one(subject):
         return skipped(name, SHIFTED, "not checked: a head of one feature names no layers (see aux-hidden-state)")
     fault = _cannot_capture(subject)

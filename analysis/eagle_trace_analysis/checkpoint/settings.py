@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -147,7 +148,7 @@ def check_rope(subject: Subject) -> Finding:
 def _rope_fix(differ: list[str], trained: dict[str, Any]) -> str:
     share = [one for one in differ if one.startswith("partial_rotary_factor")]
     rope = {key: value for key, value in trained.items() if key != "partial_rotary_factor"}
-    fixes = [f"set rope_parameters to {rope}"] if len(share) < len(differ) else []
+    fixes = [f"set rope_parameters to {json.dumps(rope)}"] if len(share) < len(differ) else []
     if share:
         fixes.append(f"set partial_rotary_factor, at the top of the config, to {trained['partial_rotary_factor']}")
     return "; ".join(fixes)

@@ -12,7 +12,7 @@ from eagle_trace_analysis.diagnose import CauseVerdict, Diagnosis
 from eagle_trace_analysis.replay import Replayed
 from eagle_trace_analysis.roles import Roles
 
-INDENT, NAME_WIDTH = 2, 23
+INDENT, NAME_WIDTH = 2, 24
 
 
 def print_confirmed(diagnosis: Diagnosis, console: Console) -> None:
