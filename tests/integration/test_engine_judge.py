@@ -15,6 +15,7 @@ import pytest
 
 from eagle_trace_analysis.checkpoint import accepts, engine
 from eagle_trace_analysis.checkpoint.check import check
+from eagle_trace_analysis.checkpoint.export import export
 from eagle_trace_analysis.checkpoint.finding import Status
 from eagle_trace_analysis.checkpoint.target_classes import NO_CAPTURE, NO_EMBEDDING, SERVES
 from tests.support import checkpoints as make
@@ -143,7 +144,8 @@ def whole_folders(root: Path, healthy: Folders) -> dict[str, Path]:
         for kind in MODEL_TYPES
         for key in ("rms_norm_eps", "rope_parameters", "tie_word_embeddings", "hidden_act")
     }
-    found = {"healthy": healthy.flat, "demo": DRAFT}
+    export(DRAFT, root / "demo", target=TARGET)
+    found = {"healthy": healthy.flat, "demo": root / "demo"}
     for name, change in changes.items():
         config = {key: value for key, value in (flat_of(healthy) | change).items() if value is not GONE}
         found[name] = make.write_checkpoint(root / str(len(found)), config, make.draft_tensors())

@@ -157,7 +157,7 @@ def check_degenerate(context: Context) -> Outcome:
     site = "target.hidden.0"
     if not found and not features.healthy and not features.single and (other := _other_prompt(features)) is not None:
         found.append(other)
-    if not found and (rows := misplaced(features)) is not None and not rows.shift:
+    if not found and (rows := misplaced(context)) is not None and not rows.shift:
         found.append(f"serving: {rows.words}")
     if found:
         side = "the extractor of the training features" if "training:" in found[0] else "the server's capture"

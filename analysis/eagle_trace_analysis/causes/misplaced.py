@@ -14,6 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eagle_trace.capture import Rows
+from eagle_trace_analysis.align import Alignment
+from eagle_trace_analysis.checks import check_prompts
+from eagle_trace_analysis.context import Context
 from eagle_trace_analysis.features import Features
 
 Int = NDArray[np.int64]
@@ -40,8 +43,14 @@ class Misplaced:
     words: str
 
 
-def misplaced(features: Features) -> Misplaced | None:
-    """Whose features the server's bad rows hold; None if none is bad, or if that is not known."""
+def misplaced(context: Context) -> Misplaced | None:
+    """Whose features the server's bad rows hold; None if none is bad, or if that is not known.
+
+    Where the two sides saw other tokens, their features differ for that and say nothing of places.
+    """
+    features = context.features
+    if features is None or check_prompts(Alignment(context.train, context.serve)):
+        return None
     if features.single or features.healthy or len(features.served) != len(features.sites):
         return None
     x, y = features.served[0], features.trained[0]

@@ -71,7 +71,7 @@ def check_shift(context: Context) -> Outcome:
             return confirmed(
                 evidence, "shift one side's features by one row: g[i] goes with x[i + 1]", "target.hidden.0"
             )
-    if features is not None and (found := misplaced(features)) is not None and found.shift:
+    if (found := misplaced(context)) is not None and found.shift:
         fix = "shift one side's features by one row: g[i] goes with x[i + 1]"
         return confirmed(found.words, fix, "target.hidden.0")
     return ruled_out("; ".join(said))
