@@ -51,19 +51,14 @@ class Hasher:
         self._pieces: list[str] = []
         self._hash = xxhash.xxh3_64()
         self._length = 0
-        self._last = b""
 
     def update(self, data: Buffer) -> None:
         """Take the next bytes of the file, as they are written."""
         if memoryview(data).nbytes < PIECE_BYTES:
-            self._add(self._last)
-            self._last = bytes(data)
+            self._add(data)
             return
-        # a large page is a piece together with its header: a reader of the small columns before it need not read it,
-        # and a reader of the page needs nothing else
+        # a large page is a piece of its own: a reader of the small columns before it need not read it
         self._end()
-        self._add(self._last)
-        self._last = b""
         self._add(data)
         self._end()
 
@@ -81,8 +76,6 @@ class Hasher:
 
     def text(self) -> str:
         """The pieces, from the first byte on: ``LENGTH:XXH3 LENGTH:XXH3 ...``."""
-        self._add(self._last)
-        self._last = b""
         self._end()
         return " ".join(self._pieces)
 
