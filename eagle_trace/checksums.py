@@ -91,9 +91,9 @@ class Pieces:
     """
 
     def __init__(self, text: str) -> None:
-        found = re.findall(r"(\d{1,18}):([0-9a-f]{16})(?: |\Z)", text, re.ASCII)
         import numpy as np  # not above: naming a trace should not take as long as reading one
 
+        found = re.findall(r"(\d{1,18}):([0-9a-f]{16})(?: |\Z)", text, re.ASCII)
         lengths = np.array([int(length) for length, _ in found], dtype=np.int64)
         if " ".join(f"{length}:{value}" for length, value in found) != text or (lengths <= 0).any():
             raise ValueError("its list of checksums makes no sense")
@@ -183,7 +183,7 @@ class VerifiedFile(io.RawIOBase):
     Args:
         source: closed with the file.
         pieces: of the file; None if it has no checksums.
-        seal: the verified footer, which the pieces do not cover.
+        footer: verified already, since the pieces do not cover it.
     """
 
     #: what several columns are read from, one after the other, is read and hashed once

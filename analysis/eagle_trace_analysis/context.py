@@ -14,11 +14,13 @@ from numpy.typing import NDArray
 from eagle_trace.capture import LEVELS
 from eagle_trace.errors import CheckpointError, TraceError
 from eagle_trace.reader import Trace
+from eagle_trace_analysis.align import Alignment
 from eagle_trace_analysis.checkpoint import engine
 from eagle_trace_analysis.checkpoint.check import checks_of
 from eagle_trace_analysis.checkpoint.files import Checkpoint, StoredTensor, open_checkpoint
 from eagle_trace_analysis.checkpoint.finding import Finding, Status
 from eagle_trace_analysis.checkpoint.subject import Subject, Target, open_subject, open_target
+from eagle_trace_analysis.checks import PromptMismatch, check_prompts
 from eagle_trace_analysis.company import Company, company_of
 from eagle_trace_analysis.features import Features
 from eagle_trace_analysis.form import Form, form_of
@@ -328,7 +330,12 @@ class Context:
         names = self.replay.sites if self.replay else {}
         return [name for name in names if name.startswith("layer.") and name.split(".", 2)[2] in endings]
 
-    # ---- features ------------------------------------------------------------------------------------------
+    # ---- tokens and features ---------------------------------------------------------------------------------
+
+    @cached_property
+    def unequal_prompts(self) -> list[PromptMismatch]:
+        """Prompts that both sides name alike and that consist of different tokens."""
+        return check_prompts(Alignment(self.train, self.serve))
 
     @cached_property
     def features(self) -> Features | None:

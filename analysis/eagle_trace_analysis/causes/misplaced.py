@@ -14,8 +14,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eagle_trace.capture import Rows
-from eagle_trace_analysis.align import Alignment
-from eagle_trace_analysis.checks import check_prompts
 from eagle_trace_analysis.context import Context
 from eagle_trace_analysis.features import Features
 
@@ -49,7 +47,7 @@ def misplaced(context: Context) -> Misplaced | None:
     Where the two sides saw other tokens, their features differ for that and say nothing of places.
     """
     features = context.features
-    if features is None or check_prompts(Alignment(context.train, context.serve)):
+    if features is None or context.unequal_prompts:
         return None
     if features.single or features.healthy or len(features.served) != len(features.sites):
         return None

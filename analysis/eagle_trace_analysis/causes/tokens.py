@@ -5,10 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from eagle_trace.reader import Trace
-from eagle_trace_analysis.align import Alignment
 from eagle_trace_analysis.causes.base import Cause, Outcome, confirmed, not_tested, ruled_out
 from eagle_trace_analysis.causes.misplaced import misplaced
-from eagle_trace_analysis.checks import check_prompts
 from eagle_trace_analysis.context import Context
 from eagle_trace_analysis.features import channel_error
 
@@ -18,7 +16,7 @@ def check_differ(context: Context) -> Outcome:
     shared = set(context.train.prompts["prompt_key"]) & set(context.serve.prompts["prompt_key"])
     if not shared:
         return not_tested("no prompt in common", "record both sides on the same prompts (--replay)")
-    found = check_prompts(Alignment(context.train, context.serve))
+    found = context.unequal_prompts
     if not found:
         total = int(context.train.prompts["num_prompt_tokens"].sum())
         return ruled_out(f"{total:,} prompt tokens of {len(shared)} prompts are equal")
@@ -58,7 +56,7 @@ def check_shift(context: Context) -> Outcome:
             )
             return confirmed(evidence, f"shift the tokens of {side} by one: g[i] goes with x[i + 1]", "token")
     features = context.features
-    prompts_equal = not check_prompts(Alignment(context.train, context.serve))
+    prompts_equal = not context.unequal_prompts
     if features is not None and prompts_equal and not features.single and not features.healthy:
         shifts = []
         for shift in (-1, 1):
