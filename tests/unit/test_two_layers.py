@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 
 from eagle_trace_analysis.causes.parameters import site_of
 from eagle_trace_analysis.checkpoint.check import check
-from eagle_trace_analysis.checkpoint.engine import entering_norm
 from eagle_trace_analysis.checkpoint.export import SECOND_NAMES, export
 from eagle_trace_analysis.checkpoint.files import open_checkpoint
+from eagle_trace_analysis.engines.sglang.engine import entering_norm
 from tests.support import checkpoints as make
 
 SPECULATORS, SGLANG = "layers.1.input_layernorm.weight", "layers.1.hidden_norm.weight"

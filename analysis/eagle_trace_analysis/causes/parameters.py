@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from eagle_trace_analysis.causes.base import Cause, Outcome, clipped, confirmed, not_tested, ruled_out
-from eagle_trace_analysis.checkpoint import engine
 from eagle_trace_analysis.checkpoint.quantised import modules
-from eagle_trace_analysis.context import Context
-from eagle_trace_analysis.params import same, site_of
+from eagle_trace_analysis.comparison.params import same, site_of
+from eagle_trace_analysis.engines.sglang import engine
+from eagle_trace_analysis.evidence.context import Context
 
 #: what causes of their own speak about
 ELSEWHERE = ("d2t", "t2d", "embed_tokens.weight", "input_norm.", "fc_norm.")

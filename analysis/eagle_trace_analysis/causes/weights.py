@@ -15,13 +15,13 @@ from eagle_trace.capture import DTYPES
 from eagle_trace_analysis.causes.base import Cause, Outcome, clipped, confirmed, not_tested, ruled_out
 from eagle_trace_analysis.causes.parameters import not_loaded, shown
 from eagle_trace_analysis.checkpoint.files import DTYPE_NAMES
-from eagle_trace_analysis.context import Context
-from eagle_trace_analysis.kinds import Kind, kind_of
-from eagle_trace_analysis.loaded import Apart, cast, digest_as, digest_of
-from eagle_trace_analysis.params import site_of
-from eagle_trace_analysis.places import match_channels, order_words
-from eagle_trace_analysis.replay import Measured, Recomputed
-from eagle_trace_analysis.tolerance import UNIT
+from eagle_trace_analysis.comparison.params import site_of
+from eagle_trace_analysis.comparison.tolerance import UNIT
+from eagle_trace_analysis.evidence.context import Context
+from eagle_trace_analysis.replay.replay import Measured, Recomputed
+from eagle_trace_analysis.tensors.kinds import Kind, kind_of
+from eagle_trace_analysis.tensors.loaded import Apart, cast, digest_as, digest_of
+from eagle_trace_analysis.tensors.places import match_channels, order_words
 
 Real = NDArray[Any]
 

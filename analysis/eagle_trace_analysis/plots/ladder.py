@@ -6,9 +6,9 @@ import math
 from typing import Any
 
 from eagle_trace.sites import draft_sites
-from eagle_trace_analysis.metrics import IdMetrics, Metrics
+from eagle_trace_analysis.comparison.metrics import IdMetrics, Metrics
+from eagle_trace_analysis.comparison.result import Diff, SiteResult
 from eagle_trace_analysis.plots import style
-from eagle_trace_analysis.result import Diff, SiteResult
 
 _STATISTICS = {
     "rho_max": "largest relative error of a row",

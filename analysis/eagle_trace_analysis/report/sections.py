@@ -8,11 +8,11 @@ from typing import Any
 
 from eagle_trace.printable import html_text
 from eagle_trace.sites import draft_sites
-from eagle_trace_analysis.metrics import IdMetrics, Metrics
-from eagle_trace_analysis.pairs import Coverage, skipped_because
+from eagle_trace_analysis.comparison.metrics import IdMetrics, Metrics
+from eagle_trace_analysis.comparison.result import Diff, Divergence, SiteResult
+from eagle_trace_analysis.pairing.pairs import Coverage, skipped_because
+from eagle_trace_analysis.pairing.roles import Roles
 from eagle_trace_analysis.report.causes import CONFIRMED, NOT_TESTED, RULED_OUT, CauseView, causes_of, unexplained
-from eagle_trace_analysis.result import Diff, Divergence, SiteResult
-from eagle_trace_analysis.roles import Roles
 
 #: what every word from outside goes through
 e = html_text
