@@ -12,11 +12,6 @@ from eagle_trace_analysis.evidence.context import Context
 from eagle_trace_analysis.replay.replay import Recomputed, Replay, Replayed
 
 NORMS = ("embed_norm", "hidden_norm", "mlp.norm")
-_NAMES = {
-    "embed_norm": "input_layernorm",
-    "hidden_norm": "hidden_norm",
-    "mlp.norm": "post_attention_layernorm",
-}
 
 
 def _norm_sites(context: Context) -> list[str]:

@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 
 from eagle_trace.capture import Rows
 from eagle_trace.reader import Trace
-from eagle_trace.sites import Site
+from eagle_trace.sites import ROW_SITES, TOPK_SITES, Site
 from eagle_trace_analysis.comparison.metrics import IdMetrics
 from eagle_trace_analysis.comparison.params import shown_at
 from eagle_trace_analysis.comparison.result import Divergence, Note, RowKey, SiteResult
-from eagle_trace_analysis.pairing.align import TOPK_SITES, Alignment, not_materialised, position_offset, unequal_tokens
+from eagle_trace_analysis.pairing.align import Alignment, not_materialised, position_offset, unequal_tokens
 from eagle_trace_analysis.pairing.pairs import Pairs
 
 Int = NDArray[np.int64]
@@ -29,9 +29,7 @@ def shapes_of(trace: Trace) -> Shapes:
 
     ``topk.*`` is listed with width 0 where the table of best ids holds rows. ``token`` and ``position`` are left out.
     """
-    seen = {
-        site: set(shapes) for site, shapes in trace.shapes.items() if site not in ("token", "position", *TOPK_SITES)
-    }
+    seen = {site: set(shapes) for site, shapes in trace.shapes.items() if site not in (*ROW_SITES, *TOPK_SITES)}
     for site in trace.sites:
         if data := trace.site_data(site):
             seen[site] = {(one.width, one.dtype) for one in data}

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from eagle_trace.capture import LEVELS
 from eagle_trace.errors import IncomparableError
 from eagle_trace.reader import Trace
-from eagle_trace.sites import Site, sites_of
+from eagle_trace.sites import TOPK_SITES, Site, sites_of
 from eagle_trace_analysis.comparison.acceptance import accept_length, contradiction
 from eagle_trace_analysis.comparison.checks import (
     Shapes,
@@ -40,7 +40,7 @@ from eagle_trace_analysis.comparison.result import Diff, Divergence, Note, SiteR
 from eagle_trace_analysis.comparison.sketch import WORDS, compare_sketches, has_sketch, widened
 from eagle_trace_analysis.comparison.tolerance import Tolerance, Tolerances
 from eagle_trace_analysis.comparison.topk import check_topk
-from eagle_trace_analysis.pairing.align import TOPK_SITES, Alignment, align, not_materialised
+from eagle_trace_analysis.pairing.align import Alignment, align, not_materialised
 from eagle_trace_analysis.pairing.pairs import Coverage, Pairs, skipped_because
 from eagle_trace_analysis.pairing.ranks import check_ranks
 from eagle_trace_analysis.pairing.roles import Roles, in_order

@@ -8,28 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from eagle_trace.reader import Trace
+from eagle_trace.sites import site_of_parameter
 from eagle_trace_analysis.comparison.tolerance import ONE_ROUNDING, UNIT
-from eagle_trace_analysis.engines.sglang import engine
-
-#: where a parameter is first used, by the end of its name
-USED_AT = {
-    "fc.weight": "fc.out",
-    "fc.bias": "fc.out",
-    "embed_tokens.weight": "embed",
-    "input_layernorm.weight": "embed_norm",
-    "hidden_norm.weight": "hidden_norm",
-    "self_attn.q_proj.weight": "attn.q",
-    "self_attn.q_norm.weight": "attn.q",
-    "self_attn.k_proj.weight": "attn.k",
-    "self_attn.k_norm.weight": "attn.k",
-    "self_attn.v_proj.weight": "attn.v",
-    "self_attn.o_proj.weight": "attn.out",
-    "post_attention_layernorm.weight": "mlp.norm",
-    "mlp.gate_proj.weight": "mlp.gate",
-    "mlp.up_proj.weight": "mlp.up",
-    "mlp.down_proj.weight": "mlp.out",
-    "lm_head.weight": "logits",
-}
 
 
 def same(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
@@ -95,25 +75,7 @@ def _form(row: Mapping[str, Any]) -> tuple[tuple[int, ...], str]:
     return tuple(row["shape"]), "float" if dtype in UNIT else dtype
 
 
-def site_of(name: str) -> str | None:
-    """The site a parameter shows at first."""
-    if name == "norm.weight":
-        return "norm"
-    layer = re.match(r"layers\.(\d+)\.(.+)$", name)
-    end = layer.group(2) if layer else name
-    if engine.entering_norm(name):
-        end = "hidden_norm.weight"
-    if end not in USED_AT:
-        return None
-    return f"layer.{layer.group(1)}.{USED_AT[end]}" if layer else USED_AT[end]
-
-
 def shown_at(name: str) -> str:
     """The site a parameter shows at first, of any parameter: at the latest where everything comes together."""
-    if name == "d2t":
-        return "topk.target_id"
-    if name.startswith(("input_norm.", "fc_norm.")):
-        return "fc.in"
-    weight = re.sub(r"\.bias$", ".weight", name)
-    layer = re.match(r"(layers\.\d+)\.", name)
-    return site_of(weight) or (f"layer{layer.group(1)[6:]}.out" if layer else "logits")
+    layer = re.match(r"layers\.(\d+)\.", name)
+    return site_of_parameter(name) or (f"layer.{layer.group(1)}.out" if layer else "logits")

@@ -73,17 +73,6 @@ BLOCK_TERMS = 128
 ROUNDINGS_PER_TARGET_LAYER = 16
 UNKNOWN_TARGET_LAYERS = 32
 
-_PRODUCTS = (
-    "fc.out",
-    ".attn.q",
-    ".attn.k",
-    ".attn.v",
-    ".attn.out",
-    ".mlp.gate",
-    ".mlp.up",
-    ".mlp.out",
-    "logits",
-)
 _TARGET = "target.hidden."
 
 
@@ -207,7 +196,7 @@ class Tolerances:
         if site.kind == "integer":
             return 0.0
         cost = float(site.roundings)
-        if UNIT[dtype] <= UNIT["float32"] and name.endswith(_PRODUCTS):
+        if UNIT[dtype] <= UNIT["float32"] and site.product:
             cost += sum(self._widths.get(source, 0) for source in site.inputs) / BLOCK_TERMS
         return cost
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 from eagle_trace.errors import EagleTraceError
 from eagle_trace.reader import Trace
-from eagle_trace.sites import draft_sites
+from eagle_trace.sites import forward_place
 from eagle_trace_analysis.causes import REGISTRY
 from eagle_trace_analysis.causes.base import RECORD_VALUES, Verdict, not_tested
 from eagle_trace_analysis.comparison.params import comparable
@@ -15,7 +15,6 @@ from eagle_trace_analysis.diagnosis.proof import with_parameters, with_proven
 from eagle_trace_analysis.diagnosis.settle import settle, unexplained
 from eagle_trace_analysis.evidence.context import Checkpoints, Context
 from eagle_trace_analysis.replay.replay import Replayed
-from eagle_trace_analysis.replay.steps import STEPS
 
 __all__ = ["CauseVerdict", "Checkpoints", "Diagnosis", "diagnose", "diagnosed"]
 
@@ -130,15 +129,12 @@ def look_at_all(context: Context) -> None:
 def _replay(context: Context) -> tuple[Replayed, ...]:
     if context.replay is None:
         return ()
-    names = [site for site in context.replay.sites if site.split(".", 2)[-1] in STEPS or site in STEPS]
+    names = [site for site in context.replay.sites if context.replay.has_step(site)]
     names += [site for site in ("fc.in", "fc.out") if site in context.train.sites and site not in names]
     nodes = [one for one in context.nodes(names) if not (one.step and one.site.startswith("fc."))]
     return tuple(sorted(nodes, key=lambda one: (one.step, _place(one.site))))
 
 
-_SITES = {site.name: at for at, site in enumerate(draft_sites(16, 8))}
-
-
-def _place(site: str | None) -> float:
+def _place(site: str | None) -> int:
     # one layer's features are seen in `fused`, before any of its slices
-    return -1.0 if site == "fused" else float(_SITES.get(site or "", len(_SITES)))
+    return -1 if site == "fused" else forward_place(site or "")

@@ -12,9 +12,10 @@ from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Any
 
+from eagle_trace.sites import site_of_parameter
 from eagle_trace_analysis.causes import REGISTRY, Outcome
 from eagle_trace_analysis.causes.base import not_tested
-from eagle_trace_analysis.comparison.params import same, site_of
+from eagle_trace_analysis.comparison.params import same
 from eagle_trace_analysis.evidence.context import Context
 from eagle_trace_analysis.replay.replay import Measured, Replay, Replayed
 from eagle_trace_analysis.replay.weights import Weights
@@ -174,10 +175,12 @@ def combined(base: Replay, changed: Sequence[Replay]) -> Replay:
 def _other_weights(context: Context, site: str) -> str:
     trained, served = context.params
     names = [
-        name for name in trained if site_of(name) == site and name in served and not same(served[name], trained[name])
+        name
+        for name in trained
+        if site_of_parameter(name) == site and name in served and not same(served[name], trained[name])
     ]
     if not names:
-        return "; its weights are the trained ones" if any(site_of(name) == site for name in trained) else ""
+        return "; its weights are the trained ones" if any(site_of_parameter(name) == site for name in trained) else ""
     one = names[0]
     return (
         f"; {one} as loaded is not the trained one (norm {served[one]['norm']:.4g}, trained {trained[one]['norm']:.4g})"

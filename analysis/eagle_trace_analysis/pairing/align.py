@@ -23,13 +23,11 @@ from numpy.typing import NDArray
 
 from eagle_trace.capture import Rows
 from eagle_trace.reader import SiteData, Trace, padded_paths, read_keys
+from eagle_trace.sites import ROW_SITES, TOPK_SITES, known_site
 from eagle_trace_analysis.pairing.pairs import CODE_OF, MATCHED, UNMATCHED, Bool, Coverage, Int, Pairs
 
-_TABLE_SITES = ("token", "position")
-TOPK_SITES = ("topk.draft_id", "topk.target_id")
 #: reasons that a row of a replayed trace cannot have: the replay was given its very tokens and chains
 _NOT_OF_A_REPLAY = [CODE_OF[reason] for reason in ("other-tokens", "answers-part", "not-given")]
-_ROTATED = (".attn.q_rope", ".attn.k_rope")
 
 
 @dataclass(frozen=True)
@@ -96,7 +94,7 @@ class Alignment:
         ``token`` and ``position`` are read from the draft rows, ``topk.*`` from the groups of topk.parquet
         (one row a group, numbered in file order).
         """
-        if site in _TABLE_SITES:
+        if site in ROW_SITES:
             return self.rows
         if site in TOPK_SITES:
             if self._topk is None:
@@ -104,7 +102,7 @@ class Alignment:
             pairs = self._topk
         else:
             pairs = self._match(_all_keys(self.train.site_data(site)), _all_keys(self.serve.site_data(site)))
-        if site.endswith(_ROTATED):
+        if (known := known_site(site)) is not None and known.rotated:
             pairs = pairs.without(position_offset(pairs) != 0, "position-offset")
         return pairs.excusing(
             train=_excused(self.serve, site, pairs.train_keys),

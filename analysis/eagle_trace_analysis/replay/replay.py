@@ -24,13 +24,14 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from eagle_trace.sites import Site, sites_of
+from eagle_trace.sites import Site, family_of, sites_of
 from eagle_trace_analysis.comparison.metrics import quantile, relative_error
 from eagle_trace_analysis.comparison.tolerance import BLOCK_TERMS, FACTOR, ONE_ROUNDING, UNIT
 from eagle_trace_analysis.replay.attention import View
+from eagle_trace_analysis.replay.families import Step, steps_of
 from eagle_trace_analysis.replay.form import Form
+from eagle_trace_analysis.replay.inputs import Inputs, NotReplayedError
 from eagle_trace_analysis.replay.recorded import Recorded
-from eagle_trace_analysis.replay.steps import STEPS, Inputs, NotReplayedError
 from eagle_trace_analysis.replay.systematic import Limits, Systematic, systematic
 from eagle_trace_analysis.replay.weights import CHANNELS, Weights, sampled
 
@@ -41,12 +42,9 @@ Node = tuple[str, int]
 #: the worst row and the median channel against the median row
 SPREAD = {"rho_median": 1.0, "rho_max": 4.0, "channel_median": 2.0}
 CONTROL_LIMIT = 4.0
-#: roundings of one step beyond those of `Site.roundings`: hosts round between fused operations as they like
-EXTRA_ROUNDINGS = {"norm": 2, "rope": 2, "context": 6}
 ATTENTION_ROWS = 48
 #: a float32 product is off by some 2e-7 on real hosts whatever its length (1.7e-7 to 2.8e-7 for 128 to 1728 terms)
 FLOAT32_PRODUCT = 16.0
-_PRODUCTS = ("fc.out", ".attn.q", ".attn.k", ".attn.v", ".attn.out", ".mlp.gate", ".mlp.up", ".mlp.out", "logits")
 
 
 @dataclass(frozen=True)
@@ -190,6 +188,7 @@ class Replay:
         self.sites: dict[str, Site] = {site.name: site for site in sites_of(names)}
         layers = [int(match.group(1)) for name in names if (match := re.match(r"layer\.(\d+)\.", name))]
         self._last = f"layer.{max(layers, default=0)}"
+        self._steps = steps_of(family_of(names))
         self._done: dict[Node, Recomputed | str] = {}
 
     def varied(self, *, weights: Weights | None = None, view: View | None = None, **form: Any) -> Replay:
@@ -208,9 +207,26 @@ class Replay:
 
     def channels(self, site: str, rows: Int, channels: Int) -> Real:
         """Any channels of a step that `recompute` can recompute, on rows of the sample where it can: [T, C]."""
+        return self._computed(site, rows, channels)[0]
+
+    def _computed(self, site: str, rows: Int, channels: Int) -> tuple[Real, NDArray[np.bool_]]:
+        """A step on rows of the sample [T, C], and the rows whose inputs are all there, bool [T]."""
+        found = self._step(site)
+        if found is None:
+            raise NotReplayedError(f"{site} is not computed from other sites")
+        step, layer = found
+        inputs = Inputs(self.recorded, rows, channels, self.form, self.weights, self.view)
+        return step(inputs, layer), inputs.present
+
+    def has_step(self, site: str) -> bool:
+        """Whether a site is computed from others in a way that is known here."""
+        return self._step(site) is not None
+
+    def _step(self, site: str) -> tuple[Step, str] | None:
+        """The step that computes a site, and the decoder layer it is said of."""
         at = re.match(r"(layer\.\d+)\.(.+)$", site)
         layer, kind = (at.group(1), at.group(2)) if at else (self._last, site)
-        return STEPS[kind](Inputs(self.recorded, rows, channels, self.form, self.weights, self.view), layer)
+        return (self._steps[kind], layer) if kind in self._steps else None
 
     def measure(self, site: str, step: int, control: Measured | None = None) -> Measured | str:
         """How far a step is from what was recorded, or why that cannot be said."""
@@ -223,7 +239,7 @@ class Replay:
         """What is allowed of each statistic at a site, from roundings and the training side's own figures."""
         unit = self._unit(site)
         floor = ONE_ROUNDING * unit * self._roundings(site, unit) ** 0.5
-        if "_rope" in site:
+        if self.sites[site].rotated:
             # hosts reckon the angle, position times frequency, in float32 whatever their dtype
             floor += ONE_ROUNDING * UNIT["float32"] * self._last_position
         return {
@@ -233,8 +249,9 @@ class Replay:
 
     def _limits(self, site: str) -> Limits:
         unit = self._unit(site)
-        position = self._last_position if "_rope" in site else 0.0
-        return Limits.of(unit, self._roundings(site, unit), product=site.endswith(_PRODUCTS), position=position)
+        known = self.sites[site]
+        position = self._last_position if known.rotated else 0.0
+        return Limits.of(unit, self._roundings(site, unit), product=known.product, position=position)
 
     @property
     def _last_position(self) -> float:
@@ -247,34 +264,31 @@ class Replay:
 
     def _roundings(self, name: str, unit: float) -> float:
         site = self.sites[name]
-        extra = next((n for part, n in EXTRA_ROUNDINGS.items() if part in name), 1)
-        count = float(max(1, site.roundings) + extra)
+        count = float(max(1, site.roundings) + site.kernel_roundings)
         if unit <= UNIT["float32"]:
-            count += FLOAT32_PRODUCT if name.endswith(_PRODUCTS) else 0.0
+            count += FLOAT32_PRODUCT if site.product else 0.0
             count += sum(self.recorded.width(source) or 0 for source in site.inputs) / BLOCK_TERMS
         return count
 
     def _recompute(self, site: str, step: int) -> Recomputed:
-        at = re.match(r"(layer\.\d+)\.(.+)$", site)
-        layer, kind = (at.group(1), at.group(2)) if at else (self._last, site)
-        if kind not in STEPS:
+        if not self.has_step(site):
             raise NotReplayedError(f"{site} is not computed from other sites")
         target = self.recorded.values(site)
         if target is None:
             raise NotReplayedError(f"{site} was not recorded")
         rows = self.recorded.at_step(step)
         rows = rows[target.present[rows]]
-        if kind == "attn.context" and len(rows) > ATTENTION_ROWS:
+        attention = site.endswith(".attn.context")
+        if attention and len(rows) > ATTENTION_ROWS:
             rows = rows[np.linspace(0, len(rows) - 1, ATTENTION_ROWS).astype(np.int64)]
         if not len(rows):
             raise NotReplayedError("no rows recorded at this step")
-        channels = sampled(target.values.shape[1], CHANNELS if kind != "attn.context" else 1 << 30)
-        inputs = Inputs(self.recorded, rows, channels, self.form, self.weights, self.view)
-        expected = STEPS[kind](inputs, layer)
+        channels = sampled(target.values.shape[1], 1 << 30 if attention else CHANNELS)
+        expected, present = self._computed(site, rows, channels)
         if expected.shape[1] != len(channels):
             raise NotReplayedError(f"{site} is {target.values.shape[1]} wide, as trained it would be "
                                    f"{expected.shape[1]}")  # fmt: skip
-        kept = np.flatnonzero(inputs.present)
+        kept = np.flatnonzero(present)
         if not kept.size:
             raise NotReplayedError("its inputs were not recorded on any row")
         found = target.values[rows[kept]][:, channels]
