@@ -183,6 +183,7 @@ class Hooks:
             one()
 
 
+@np.errstate(invalid="ignore", over="ignore")  # garbage weights make infinite logits
 def log_softmax(logits: Array) -> Array:
     """Log-softmax over the last axis in float32 [T, V]."""
     x = logits.astype(np.float32)

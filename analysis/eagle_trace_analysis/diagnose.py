@@ -10,6 +10,7 @@ from eagle_trace.sites import draft_sites
 from eagle_trace_analysis.causes import REGISTRY
 from eagle_trace_analysis.causes.base import RECORD_VALUES, Verdict, not_tested
 from eagle_trace_analysis.context import Checkpoints, Context
+from eagle_trace_analysis.metrics import ANY_NUMBERS
 from eagle_trace_analysis.params import comparable
 from eagle_trace_analysis.proof import with_parameters, with_proven
 from eagle_trace_analysis.replay import Replayed
@@ -78,6 +79,7 @@ class Diagnosis:
 _ORDER: dict[Verdict, int] = {"confirmed": 0, "ruled_out": 1, "not_tested": 2}
 
 
+@ANY_NUMBERS
 def diagnose(diff: Diff, train: Trace, serve: Trace, checkpoints: Checkpoints | None = None) -> Diagnosis:
     """Look at every cause.
 
@@ -104,6 +106,7 @@ def _diagnose(context: Context) -> Diagnosis:
     return Diagnosis(tuple(verdicts), replayed, left, None if context.replay is not None else context.no_replay)
 
 
+@ANY_NUMBERS
 def diagnosed(diff: Diff, train: Trace, serve: Trace, checkpoints: Checkpoints | None = None) -> Diff:
     """`diff` with its diagnosis, and with the steps that are proved faulty by themselves as divergences.
 

@@ -27,7 +27,7 @@ from eagle_trace_analysis.checks import (
 from eagle_trace_analysis.compare import Compared, SiteFold, ValuesFold, WholeSite, compare_statistics, row_facts
 from eagle_trace_analysis.fold import Executor, Threads, fold
 from eagle_trace_analysis.frontier import find_frontier, shape_order
-from eagle_trace_analysis.metrics import IdMetrics, Metrics
+from eagle_trace_analysis.metrics import ANY_NUMBERS, IdMetrics, Metrics
 from eagle_trace_analysis.pairs import Coverage, Pairs, skipped_because
 from eagle_trace_analysis.params import differing, other_form
 from eagle_trace_analysis.prediction import predict
@@ -51,6 +51,7 @@ _STATISTIC = {
 }
 
 
+@ANY_NUMBERS
 def diff(
     reference: Trace,
     other: Trace,
