@@ -14,15 +14,11 @@ from typing import Any
 from eagle_trace.capture import Shard
 from eagle_trace.manifest import Manifest
 from eagle_trace.recorder import Hooks
+from eagle_trace.sites import known_site
 from eagle_trace_sglang.layers import draft_layers
 from eagle_trace_sglang.ranks import key_value_heads, place
 
 Capture = Callable[[str, Any], None]
-
-#: sites of a layer that each tensor-parallel rank computes a part of, by what splits them; all others are whole
-QUERY_HEADS = ("attn.q", "attn.q_rope", "attn.context")
-KEY_VALUE_HEADS = ("attn.k", "attn.k_rope", "attn.v")
-INTERMEDIATE = ("mlp.gate", "mlp.up", "mlp.act")
 
 
 def _first(output: Any) -> Any:
@@ -157,14 +153,15 @@ def shard_of(site: str, model: Any) -> Shard | None:
     Features, `fc`, norms and the residual stream are the same on every rank; the embedding is summed over ranks, so are
     the output and down projections (see `partial_sums`), and logits are gathered before they leave the model.
     """
-    match = re.fullmatch(r"layer\.(\d+)\.(.+)", site)
-    if match is None:
+    known, match = known_site(site), re.match(r"layer\.(\d+)\.", site)
+    if known is None or known.split_by is None or match is None:
         return None
-    layer, part = _Place(*draft_layers(model)[int(match.group(1))]), match.group(2)
-    linear = layer.mlp.gate_up_proj if part in INTERMEDIATE else layer.self_attn.qkv_proj
-    if part not in (*QUERY_HEADS, *KEY_VALUE_HEADS, *INTERMEDIATE) or not linear.is_module:
+    layer = _Place(*draft_layers(model)[int(match.group(1))])
+    linear = layer.mlp.gate_up_proj if known.split_by == "intermediate" else layer.self_attn.qkv_proj
+    if not linear.is_module:
         return None
-    shard = key_value_heads(linear._found) if part in KEY_VALUE_HEADS else Shard(*place(linear._found))
+    heads = known.split_by == "key/value heads"
+    shard = key_value_heads(linear._found) if heads else Shard(*place(linear._found))
     return shard if shard.count > 1 else None
 
 

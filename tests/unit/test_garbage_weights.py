@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from eagle_trace_analysis.replay import measure
-from eagle_trace_analysis.tolerance import LOST
+from eagle_trace_analysis.comparison.tolerance import LOST
+from eagle_trace_analysis.replay.replay import measure
 from tests.support.plant_edits import HEAD, Q, rename
 from tests.support.planted import Edit, Planted, run
 
