@@ -56,8 +56,8 @@ def engine(
 
     Its parameter, if there is one, are options of the server. Prompts come in chunks.
     """
-    from eagle_trace_sglang.requests import Request
-    from eagle_trace_sglang.server import Server, ServerOptions
+    from eagle_trace_serving.requests import Request
+    from eagle_trace_serving.server import Server, ServerOptions
 
     file = folder / "fault-of-the-moment"
     file.write_text("")

@@ -33,10 +33,11 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return zipfile.ZipFile(file).namelist()
 
 
-def test_the_wheel_holds_the_five_packages_and_no_tests(wheel: list[str]) -> None:
+def test_the_wheel_holds_all_packages_and_no_tests(wheel: list[str]) -> None:
     tops = {name.split("/")[0] for name in wheel if ".dist-info" not in name}
     packages = {
-        "eagle_trace", "eagle_trace_analysis", "eagle_trace_sglang", "eagle_trace_speculators", "sglang_cpu_eagle"
+        "eagle_trace", "eagle_trace_analysis", "eagle_trace_serving", "eagle_trace_sglang", "eagle_trace_speculators",
+        "sglang_cpu_eagle",
     }  # fmt: skip
     assert tops == {*packages, "eagle_trace_train.pth"}
 

@@ -16,16 +16,16 @@ from eagle_trace.manifest import without_secrets
 from eagle_trace.prompts import check_tokens
 from eagle_trace.selection import EVERYTHING, Selection
 from eagle_trace.store import Place
+from eagle_trace_serving.orders import Order
+from eagle_trace_serving.process import Host
+from eagle_trace_serving.requests import Answers, Request
 from eagle_trace_sglang.deployment import (
     check_deployment,
     check_parallelism,
     server_arguments,
     tensor_parallel_size,
 )
-from eagle_trace_sglang.host import Host
-from eagle_trace_sglang.orders import Order
 from eagle_trace_sglang.releases import check_release, installed
-from eagle_trace_sglang.requests import Answers, Request
 from eagle_trace_sglang.targets import check_classes
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
@@ -36,7 +36,7 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """What SGLang is started with; see `eagle_trace_sglang.record.record` for the meaning of each.
+    """What SGLang is started with; see `eagle_trace_serving.record.record` for the meaning of each.
 
     `cache_tokens` is the room in the key/value cache on CPU, where SGLang cannot work it out.
     """

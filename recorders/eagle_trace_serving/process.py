@@ -17,10 +17,10 @@ from typing import Any, NoReturn
 import psutil
 
 from eagle_trace.errors import HostError, PromptsError, RecordingError
-from eagle_trace_sglang.attached import VARIABLES
+from eagle_trace_serving.attached import VARIABLES
+from eagle_trace_serving.session import Message, Session
 from eagle_trace_sglang.engine import ENGINE
 from eagle_trace_sglang.plugin import OUT, PREFIX
-from eagle_trace_sglang.session import Message, Session
 from sglang_cpu_eagle import cpu_environment
 
 LOG_LINES = 25
