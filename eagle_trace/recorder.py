@@ -8,36 +8,13 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Callable
-from importlib.metadata import entry_points
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
 from eagle_trace.capture import Array, Shard, to_float32
-from eagle_trace.errors import UsageError
 from eagle_trace.sketch import Reduced, reduce_tensor
-
-ENTRY_POINTS = "eagle_trace.recorders"
-
-
-def find_recorder(mode: str) -> Callable[..., Any]:
-    """The recorder registered for `mode` (``train``, ``serve``) in the entry-point group `eagle_trace.recorders`.
-
-    Raises:
-        UsageError: nobody registered one, or what it needs is not installed.
-    """
-    found = entry_points(group=ENTRY_POINTS)
-    for entry in found:
-        if entry.name == mode:
-            try:
-                recorder: Callable[..., Any] = entry.load()
-            except ModuleNotFoundError as error:
-                raise UsageError(
-                    f"recording the {mode} side needs {error.name}: pip install 'eagle-trace[{mode}]'"
-                ) from error
-            return recorder
-    raise UsageError(f"no recorder for mode {mode!r}; installed: {', '.join(sorted(found.names)) or 'none'}")
 
 
 def to_array(tensor: Any, *, copy: bool = True) -> Array:

@@ -73,7 +73,7 @@ def family(
             dtype="float32",
             device="cpu",
             max_new_tokens=16,
-            sglang_args=("--skip-tokenizer-init",),
+            host_args=("--skip-tokenizer-init",),
         )
     return Family(pair, deployed, open_trace(out), folder)
 

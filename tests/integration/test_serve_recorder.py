@@ -143,7 +143,7 @@ def test_a_byte_budget_stops_the_recording_and_not_the_server(
 
 
 def test_chunked_prefill_and_prefix_cache_record_what_is_computed(serve: Make) -> None:
-    trace = serve(batch_size=2, sglang_args=("--chunked-prefill-size", "16", "--enable-radix-cache"), max_new_tokens=8)
+    trace = serve(batch_size=2, host_args=("--chunked-prefill-size", "16", "--enable-radix-cache"), max_new_tokens=8)
     rows = trace.rows
     for prompt in trace.prompts.itertuples():
         roots = rows.root[(rows.prompt_id == prompt.prompt_id) & (rows.step == 0)]
@@ -175,7 +175,7 @@ def test_bad_input_is_refused_before_anything_starts(tmp_path: Path, deployed: P
     refused(PromptsError, "cannot read", prompts=tmp_path / "nowhere.jsonl")
     refused(UsageError, "--steps must be", steps=0)
     refused(UsageError, "--dtype must be", dtype="int3")
-    refused(UsageError, "each replica answers other requests", sglang_args=("--tp", "2", "--dp", "2"))
+    refused(UsageError, "each replica answers other requests", host_args=("--tp", "2", "--dp", "2"))
     other = tmp_path / "other"
     other.mkdir()
     config = json.loads((TARGET / "config.json").read_text()) | {"hidden_size": 64}
@@ -193,7 +193,7 @@ def test_a_server_that_dies_while_starting_is_reported_with_its_last_lines(
     from eagle_trace_serving.record import record
 
     with pytest.raises(HostError, match=r"(?s)ended before.*no-such-option"):
-        record(**asked(tmp_path, deployed, four_prompts, sglang_args=("--no-such-option",)))
+        record(**asked(tmp_path, deployed, four_prompts, host_args=("--no-such-option",)))
     assert not (tmp_path / "out").exists()
 
 

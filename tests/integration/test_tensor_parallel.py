@@ -33,7 +33,7 @@ SPLIT |= {f"layer.0.{site}" for site in ("mlp.gate", "mlp.up", "mlp.act")}
 
 @pytest.fixture(scope="session")
 def two_ranks(serve: Make) -> Trace:
-    return serve(sglang_args=("--tp", "2"))
+    return serve(host_args=("--tp", "2"))
 
 
 def stored(trace: Trace, site: str, rank: int) -> tuple[int, list[bytes]]:

@@ -1,0 +1,1 @@
+"""What every recorder shares, whichever program it sits in."""
