@@ -107,7 +107,7 @@ def record(
 ) -> None:
     """Record one side of a draft model into a trace."""
     from eagle_trace.manifest import without_secrets
-    from eagle_trace.recorder import find_recorder
+    from eagle_trace.recording.hosts import find_recorder
     from eagle_trace.selection import Selection, parse_bytes
 
     _refuse(out.startswith("memory:"), "memory:// ends with this process: give --out a folder, or a URL that lasts")

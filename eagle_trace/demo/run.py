@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eagle_trace.demo import models_dir, prompts_file
-from eagle_trace.recorder import find_recorder
+from eagle_trace.recording.hosts import find_recorder
 
 if TYPE_CHECKING:
     from eagle_trace_analysis import Diff

@@ -17,7 +17,7 @@ from typing import Any
 from eagle_trace.demo import models_dir
 from eagle_trace.demo.run import deploy
 from eagle_trace.manifest import sealed_json
-from eagle_trace.recorder import find_recorder
+from eagle_trace.recording.hosts import find_recorder
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
