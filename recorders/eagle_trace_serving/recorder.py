@@ -24,7 +24,7 @@ from typing import Any
 
 from eagle_trace.errors import EagleTraceError
 from eagle_trace.manifest import Manifest
-from eagle_trace.recorder import Hooks
+from eagle_trace.recording.hooks import Hooks
 from eagle_trace.store import as_place
 from eagle_trace.writer import TraceWriter
 from eagle_trace_serving.orders import Order

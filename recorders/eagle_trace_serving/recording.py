@@ -15,7 +15,7 @@ import numpy as np
 
 from eagle_trace.capture import Array, Rows
 from eagle_trace.prompts import prompts_digest
-from eagle_trace.recorder import best_ids, capture_rows, to_array, to_rows
+from eagle_trace.recording.arrays import best_ids, capture_rows, to_array, to_rows
 from eagle_trace.sites import fused_slices
 from eagle_trace.sketch import Reduced
 from eagle_trace.writer import TraceWriter

@@ -11,7 +11,7 @@ import pytest
 
 from eagle_trace import open_trace
 from eagle_trace.manifest import Manifest
-from eagle_trace.recorder import Hooks
+from eagle_trace.recording.hooks import Hooks
 from eagle_trace.writer import TraceWriter, prepare_output
 from eagle_trace_serving.admission import Admission
 from eagle_trace_serving.orders import Order
