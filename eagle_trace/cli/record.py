@@ -181,7 +181,7 @@ def _refuse(wrong: bool, sentence: str) -> None:
 
 def _record_command(command: list[str], *, out: str, **options: Any) -> NoReturn:
     """Run and record a training command; leave with its exit status."""
-    from eagle_trace_speculators.command import record_command
+    from eagle_trace_training.command import record_command
 
     recorded = record_command(command, out=as_place(out), **options)
     if recorded.trace:

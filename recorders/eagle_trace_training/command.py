@@ -18,7 +18,7 @@ from eagle_trace.reader import open_trace
 from eagle_trace.selection import EVERYTHING, Selection
 from eagle_trace.store import Place, open_store, reason
 from eagle_trace.writer import prepare_output, remove_empty
-from eagle_trace_speculators import arm
+from eagle_trace_training import arm
 
 SHIM = Path(__file__).parent / "shim"
 

@@ -19,7 +19,7 @@ from eagle_trace.reader import Trace, ValueReader, read_keys
 from eagle_trace.recording.hooks import Hooks
 from eagle_trace_speculators.forward import computing_in
 from eagle_trace_speculators.load import DTYPES, quiet, raise_dtype
-from eagle_trace_speculators.replay import Task
+from eagle_trace_training.replay import Task
 
 Progress = Callable[[str], None]
 

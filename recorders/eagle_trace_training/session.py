@@ -14,13 +14,13 @@ from eagle_trace.capture import Array
 from eagle_trace.recording.arrays import best_ids
 from eagle_trace.selection import EVERYTHING, Selection, select_prompts
 from eagle_trace.writer import TraceWriter
-from eagle_trace_speculators.documents import Document, Pack, pack, replayed, teacher_forced
-from eagle_trace_speculators.features import ComputedFeatures, Features
-from eagle_trace_speculators.floors import REFERENCE, Floors
 from eagle_trace_speculators.forward import PackRunner, row_budget
 from eagle_trace_speculators.load import LoadedDraft, raise_dtype
 from eagle_trace_speculators.params import loaded_params
-from eagle_trace_speculators.replay import Task
+from eagle_trace_training.documents import Document, Pack, pack, replayed, teacher_forced
+from eagle_trace_training.features import ComputedFeatures, Features
+from eagle_trace_training.floors import REFERENCE, Floors
+from eagle_trace_training.replay import Task
 
 TOPK = 10
 

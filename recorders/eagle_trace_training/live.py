@@ -28,12 +28,12 @@ from eagle_trace.recording.hooks import Hooks
 from eagle_trace.selection import EVERYTHING, Selection
 from eagle_trace.store import as_place
 from eagle_trace.writer import TOO_SLOW, TraceWriter, prepare_output
-from eagle_trace_speculators.first_tokens import FirstTokens
 from eagle_trace_speculators.hooks import SiteTap
-from eagle_trace_speculators.live_batches import BatchTaker, LiveOptions, batch_of
 from eagle_trace_speculators.live_facts import FLEX, is_sharded, live_manifest, rank_and_world, unwrapped
 from eagle_trace_speculators.load import is_compiled, uncompiled
 from eagle_trace_speculators.params import loaded_params
+from eagle_trace_training.first_tokens import FirstTokens
+from eagle_trace_training.live_batches import BatchTaker, LiveOptions, batch_of
 
 #: how long leaving the block, or the end of the process, waits for a seal; and when a disk is taken to hang [s]
 LEAVE_SECONDS, LEAVE_STALL_SECONDS = 5.0, 2.0

@@ -19,10 +19,10 @@ from eagle_trace.selection import EVERYTHING, Selection
 from eagle_trace.sites import fused_slices
 from eagle_trace.store import Place
 from eagle_trace.writer import TraceWriter
-from eagle_trace_speculators.batches import Batch
-from eagle_trace_speculators.first_tokens import UNKNOWN, FirstTokens
 from eagle_trace_speculators.forward import INTEGER_SITES
-from eagle_trace_speculators.session import TOPK, keeps_best
+from eagle_trace_training.batches import Batch
+from eagle_trace_training.first_tokens import UNKNOWN, FirstTokens
+from eagle_trace_training.session import TOPK, keeps_best
 
 #: speculators names a metric of step 2 ``full_acc_2_sum``
 STEP_OF_METRIC = re.compile(r"_(\d+)_(?:sum|total)$")

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eagle_trace.capture import Int32, Rows
-from eagle_trace_speculators.documents import Index
+from eagle_trace_training.documents import Index
 
 #: document id of a row that only pads the batch; every other id is a document, as the model's attention mask has it
 PADDING = -1

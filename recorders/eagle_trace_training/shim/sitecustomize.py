@@ -9,7 +9,7 @@ from importlib.machinery import PathFinder
 from importlib.util import module_from_spec
 
 try:
-    from eagle_trace_speculators import arm
+    from eagle_trace_training import arm
 
     arm.install()
 except ImportError as error:

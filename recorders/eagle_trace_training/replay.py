@@ -11,7 +11,7 @@ import numpy as np
 from eagle_trace.errors import UsageError
 from eagle_trace.reader import Trace, open_trace
 from eagle_trace.store import Place
-from eagle_trace_speculators.documents import Chain
+from eagle_trace_training.documents import Chain
 
 
 @dataclass(frozen=True)
