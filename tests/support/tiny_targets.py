@@ -1,4 +1,4 @@
-"""Tiny random targets of many families, each with an EAGLE-3 draft: small, from a seed, saved by the hosts' own classes.
+"""Tiny random targets of many families, each with an EAGLE-3 draft: small, from a seed, saved by the hosts' own code.
 
 Where a published checkpoint looks different from what transformers saves, it is rewritten so.
 """
@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from speculators.models.eagle3 import Eagle3DraftModel
 from transformers import LlamaConfig
 
@@ -81,7 +82,7 @@ def _gemma3_text() -> Any:
 
 def _gemma3() -> Any:
     vision = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 64,
-              "image_size": 28, "patch_size": 14}  # fmt: skip
+              "image_size": 28, "patch_size": 14, "vision_use_head": False}  # fmt: skip
     return transformers.Gemma3Config(
         text_config=_gemma3_text().to_dict(), vision_config=vision, mm_tokens_per_image=4,
         boi_token_index=VISION_START, eoi_token_index=VISION_END, image_token_index=IMAGE,
@@ -223,12 +224,21 @@ def write_family_target(name: str, folder: Path) -> Path:
         kimi.write_processor(folder, _tokenizer({IMAGE: kimi.IMAGE_TOKEN, VIDEO: kimi.VIDEO_TOKEN}))
     else:
         model.save_pretrained(folder)
+        if name == "gemma3":
+            # transformers 5 saves the vision tower without the part that published names have, and SGLang reads
+            _rename(folder, "vision_tower.", "vision_tower.vision_model.")
         if family.processor:
             _write_processor(family, folder)
     if family.published:
         path = folder / "config.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | family.published, indent=1))
     return folder
+
+
+def _rename(folder: Path, old: str, new: str) -> None:
+    weights = load_file(folder / "model.safetensors")
+    renamed = {new + name.removeprefix(old) if name.startswith(old) else name: one for name, one in weights.items()}
+    save_file(renamed, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def _write_draft(target: Path, folder: Path) -> Path:
