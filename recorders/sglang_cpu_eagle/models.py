@@ -81,7 +81,15 @@ def weighing_input(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return moe_forward_native
 
 
+def _llama4(module: Any) -> None:
+    """Its attention takes queries and keys to be rotated in place, as the GPU kernel does; on a CPU they are returned,
+    and would be dropped: positions would not count. On an NPU, where it is the same, the class uses what is returned.
+    """
+    module._is_npu = True
+
+
 _MENDED: dict[str, Callable[[Any], None]] = {
+    "sglang.srt.models.llama4": _llama4,
     "sglang.srt.models.minimax_m2": _minimax_m2,
     "sglang.srt.layers.moe.fused_moe_native": _experts,
 }
