@@ -29,18 +29,21 @@ def check(
         ),
     ] = None,
     engine: Annotated[str, typer.Option(metavar="NAME", help="What is to serve the draft: sglang.")] = "sglang",
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", help="text: only what failed or warned, and the counts.")
+    ] = False,
     format: Annotated[CheckFormat, typer.Option("--format", help="text, or json for machines.")] = CheckFormat.text,
 ) -> None:
     """Check a draft without running it. Exit status 0: nothing failed, 1: something did, 2: not checked."""
     from eagle_trace.terminal import PlainConsole
     from eagle_trace_analysis.checkpoint.check import check as check_checkpoint
     from eagle_trace_analysis.engines import engine_named
-    from eagle_trace_analysis.report.check import render_json, render_text
+    from eagle_trace_analysis.report.check import render_brief, render_json, render_text
 
     result = check_checkpoint(draft, target=target, reference=reference, engine=engine_named(engine))
     if format is CheckFormat.json:
         typer.echo(render_json(result))
     else:
-        render_text(result, PlainConsole())
+        (render_brief if quiet else render_text)(result, PlainConsole())
     if result.exit_status:
         raise typer.Exit(result.exit_status)

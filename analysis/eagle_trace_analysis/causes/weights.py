@@ -222,7 +222,8 @@ def _by_replay(context: Context, one: Apart) -> Kind | None:
     with np.errstate(divide="ignore", invalid="ignore"):
         slope = (x * y).sum(axis=0) / (x * x).sum(axis=0)
         left = np.sqrt(((y - slope * x) ** 2).sum(axis=0) / (y * y).sum(axis=0))
-    if np.isfinite(slope).all() and np.nanmedian(left) <= allowed:
+    # of outputs that are all zero nothing is left to compare
+    if np.isfinite(slope).all() and np.isfinite(left).any() and np.nanmedian(left) <= allowed:
         common = float(np.median(slope))
         odd = np.flatnonzero(np.abs(slope - common) > 2 * allowed * abs(common))
         if not len(odd) and abs(common - 1) > allowed:

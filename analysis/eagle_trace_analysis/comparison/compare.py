@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from eagle_trace.capture import DTYPES, Array, Statistics, row_statistics, to_float32
 from eagle_trace.reader import SiteData, SketchReader, Trace, ValueReader, read_statistics
-from eagle_trace_analysis.comparison.metrics import Metrics, quantile, stats_error
+from eagle_trace_analysis.comparison.metrics import ANY_NUMBERS, Metrics, quantile, stats_error
 from eagle_trace_analysis.comparison.sums import Accumulator, Sums
 from eagle_trace_analysis.pairing.pairs import Pairs
 
@@ -176,6 +176,7 @@ def _read_again(groups: _Groups, group_of: Int) -> Int:
     return np.cumsum(change)[:-1]
 
 
+@ANY_NUMBERS
 def compare_values(part: Part) -> dict[int, Sums]:
     """Compare the exact values of a part, step by step: {step: sums over its pairs in the order of the part}.
 
@@ -280,6 +281,7 @@ class WholeSite(SiteFold):
         return self._found
 
 
+@ANY_NUMBERS
 def compare_statistics(part: Part) -> dict[int, Compared]:
     """Compare a whole site by the statistics of its rows, where a side holds no values; rho is a lower bound."""
     width = part.train.data[0].width

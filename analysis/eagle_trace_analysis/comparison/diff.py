@@ -33,7 +33,7 @@ from eagle_trace_analysis.comparison.compare import (
 )
 from eagle_trace_analysis.comparison.fold import Executor, Threads, fold
 from eagle_trace_analysis.comparison.frontier import find_frontier, shape_order
-from eagle_trace_analysis.comparison.metrics import IdMetrics, Metrics
+from eagle_trace_analysis.comparison.metrics import ANY_NUMBERS, IdMetrics, Metrics
 from eagle_trace_analysis.comparison.params import differing, other_form
 from eagle_trace_analysis.comparison.prediction import predict
 from eagle_trace_analysis.comparison.result import Diff, Divergence, Note, SiteResult
@@ -58,6 +58,7 @@ _STATISTIC = {
 }
 
 
+@ANY_NUMBERS
 def diff(
     reference: Trace,
     other: Trace,

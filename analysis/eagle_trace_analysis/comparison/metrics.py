@@ -23,6 +23,11 @@ Int = NDArray[np.int64]
 Bool = NDArray[np.bool_]
 
 
+#: decorates what works on recorded numbers. A parameter that nobody loaded holds whatever was in memory before, so
+#: sums overflow and zeros divide: that is found in the results, and no warning is of use to the reader
+ANY_NUMBERS = np.errstate(all="ignore")
+
+
 def ratio(numerator: Float64, denominator: Float64) -> Float64:
     """numerator / denominator for numbers >= 0, with 0/0 = 0 and x/0 = inf."""
     with np.errstate(divide="ignore", invalid="ignore"):

@@ -29,7 +29,14 @@ from eagle_trace.capture import Statistics
 from eagle_trace.reader import SiteData, SketchReader
 from eagle_trace.sketch import BUCKETS, buckets, stored_dtype
 from eagle_trace_analysis.comparison.compare import CHUNK_BYTES, Compared, Part, SiteReader, statistics_of
-from eagle_trace_analysis.comparison.metrics import Metrics, quantile, relative_error, scale_factor, t_statistic
+from eagle_trace_analysis.comparison.metrics import (
+    ANY_NUMBERS,
+    Metrics,
+    quantile,
+    relative_error,
+    scale_factor,
+    t_statistic,
+)
 from eagle_trace_analysis.comparison.sums import Accumulator, Sums
 from eagle_trace_analysis.comparison.tolerance import FACTOR, SCALE, Tolerance, analytic_floor
 
@@ -51,6 +58,7 @@ def has_sketch(data: SiteData) -> bool:
     return data.has_sketch or data.has_values
 
 
+@ANY_NUMBERS
 def compare_sketches(part: Part) -> dict[int, Compared]:
     """Compare a whole site by the sketches of its rows; both sides hold sketches or values, of one width."""
     left, right = part.train.data, part.serve.data

@@ -64,6 +64,9 @@ from eagle_trace_analysis.comparison.metrics import Metrics
 FACTOR = 4.0
 ONE_ROUNDING = 0.425
 UNIT = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24, "float64": 2.0**-24}
+#: rows whose RMS is smaller than this have lost digits: float16 keeps fewer of a number below its smallest normal one,
+#: and where the exponent is of 8 bits a host may take such a number for zero, which is all of its size
+LOST = {"float16": 2.0**-14} | dict.fromkeys(("bfloat16", "float32", "float64"), 2.0**-126 / UNIT["float32"])
 #: analytic floor of a statistic, in units of the site's sqrt(Ra + Rb) x 0.425 u
 SPREAD = {"rho_median": 1.0, "rho_max": 2.0, "channel_median": 1.0}
 FLOAT32_SPREAD = SPREAD | {"rho_max": 4.0}

@@ -208,7 +208,7 @@ def _compare_block(train: tuple[Int, Int, Float64], serve: tuple[Int, Int, Float
     return _Found(
         flip=ids_t[:, 0] != ids_s[:, 0],
         margin=np.nan_to_num(logits_t[:, 0] - theirs),
-        error=np.nan_to_num(error),
+        error=np.nan_to_num(error, posinf=np.inf),
         mismatch=np.where(wrong.any(axis=(1, 2)), np.where(wrong.any(axis=2), ids_t, -1).max(axis=1), -1),
         overlap_draft=same.sum(axis=(1, 2)) / count,
         overlap_target=target_same.sum(axis=(1, 2)) / count,

@@ -9,6 +9,7 @@ from eagle_trace.reader import Trace
 from eagle_trace.sites import forward_place
 from eagle_trace_analysis.causes import REGISTRY
 from eagle_trace_analysis.causes.base import RECORD_VALUES, Verdict, not_tested
+from eagle_trace_analysis.comparison.metrics import ANY_NUMBERS
 from eagle_trace_analysis.comparison.params import comparable
 from eagle_trace_analysis.comparison.result import Diff
 from eagle_trace_analysis.diagnosis.proof import with_parameters, with_proven
@@ -76,6 +77,7 @@ class Diagnosis:
 _ORDER: dict[Verdict, int] = {"confirmed": 0, "ruled_out": 1, "not_tested": 2}
 
 
+@ANY_NUMBERS
 def diagnose(diff: Diff, train: Trace, serve: Trace, checkpoints: Checkpoints | None = None) -> Diagnosis:
     """Look at every cause.
 
@@ -102,6 +104,7 @@ def _diagnose(context: Context) -> Diagnosis:
     return Diagnosis(tuple(verdicts), replayed, left, None if context.replay is not None else context.no_replay)
 
 
+@ANY_NUMBERS
 def diagnosed(diff: Diff, train: Trace, serve: Trace, checkpoints: Checkpoints | None = None) -> Diff:
     """`diff` with its diagnosis, and with the steps that are proved faulty by themselves as divergences.
 

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from eagle_trace.sites import Site, family_of, sites_of
 from eagle_trace_analysis.comparison.metrics import quantile, relative_error
-from eagle_trace_analysis.comparison.tolerance import BLOCK_TERMS, FACTOR, ONE_ROUNDING, UNIT
+from eagle_trace_analysis.comparison.tolerance import BLOCK_TERMS, FACTOR, LOST, ONE_ROUNDING, UNIT
 from eagle_trace_analysis.replay.attention import View
 from eagle_trace_analysis.replay.families import Step, steps_of
 from eagle_trace_analysis.replay.form import Form
@@ -233,7 +233,8 @@ class Replay:
         found = self.recompute(site, step)
         if isinstance(found, str):
             return found
-        return measure(found.recorded, found.expected, self.allowed(site, control), found, control)
+        lost = max(LOST.get(dtype, 0.0) for dtype in self._dtypes(site))
+        return measure(found.recorded, found.expected, self.allowed(site, control), found, control, lost)
 
     def allowed(self, site: str, control: Measured | None = None) -> dict[str, float]:
         """What is allowed of each statistic at a site, from roundings and the training side's own figures."""
@@ -258,9 +259,11 @@ class Replay:
         return float(self.recorded.keys.position.max(initial=0))
 
     def _unit(self, site: str) -> float:
+        return max(UNIT["float32"], *(UNIT.get(dtype, 0.0) for dtype in self._dtypes(site)))
+
+    def _dtypes(self, site: str) -> list[str]:
         data = self.recorded.data(site)
-        dtype = UNIT.get(self.recorded.trace.manifest.dtype, UNIT["float32"])
-        return max(dtype, UNIT.get(data.dtype, 0.0) if data else 0.0)
+        return [self.recorded.trace.manifest.dtype, *([data.dtype] if data else [])]
 
     def _roundings(self, name: str, unit: float) -> float:
         site = self.sites[name]
@@ -301,16 +304,18 @@ def measure(
     allowed: dict[str, float],
     step: Recomputed | None = None,
     control: Measured | None = None,
+    lost: float = 0.0,
 ) -> Measured:
-    """Errors of recorded rows [T, C] against expected ones; see `Measured` for the rest."""
-    with np.errstate(invalid="ignore", over="ignore"):
-        d, y = recorded - expected, expected
-        if not np.isfinite(d.sum()):
-            finite = np.isfinite(d)
-            d, y = np.where(finite, d, 0.0), np.where(finite, y, 0.0)
-        square, power = d * d, y * y
-    rho = relative_error(square.sum(axis=1), power.sum(axis=1))
-    channel = relative_error(square.sum(axis=0), power.sum(axis=0))
+    """Errors of recorded rows [T, C] against expected ones, relative to an RMS of `lost` where they are smaller
+    (`tolerance.LOST`); see `Measured` for the rest.
+    """
+    d, y = recorded - expected, expected
+    if not np.isfinite(d.sum()):
+        finite = np.isfinite(d)
+        d, y = np.where(finite, d, 0.0), np.where(finite, y, 0.0)
+    rho, channel = (_relative(d, y, axis, lost) for axis in (1, 0))
+    if float(np.abs(y).max(initial=0.0)) < lost:
+        step = None  # what is systematic there is what was lost
     return Measured(
         rows=len(recorded),
         rho_median=quantile(rho, 0.5),
@@ -321,6 +326,12 @@ def measure(
         step=step,
         control=control,
     )
+
+
+def _relative(d: Real, y: Real, axis: int, lost: float) -> Real:
+    """Relative errors along an axis, in float64: a square of what `lost` is would be nothing in float32."""
+    error, power = (np.square(one).sum(axis=axis).astype(np.float64) for one in (d, y))
+    return relative_error(error, np.maximum(power, lost * lost * y.shape[axis]))
 
 
 def judge(serve: Replay, train: Replay | None, site: str, step: int) -> Replayed:

@@ -88,7 +88,8 @@ def target_refusals(config: Mapping[str, Any], text: Mapping[str, Any]) -> list[
     """
     if config.get("auto_map"):
         return []  # read by code of its own
-    types = list(_field_types(text)) if config_class(text) is not None else []
+    # what a class needs of a draft's config it has a default for, or its own class of the engine does not read it
+    types = list(_field_types(text, needs=False)) if config_class(text) is not None else []
     return types + list(_dtype(config if text is config else {**text, **config}))
 
 
@@ -169,7 +170,7 @@ def _model_type(config: Mapping[str, Any]) -> Iterator[Refusal]:
         )
 
 
-def _field_types(config: Mapping[str, Any]) -> Iterator[Refusal]:
+def _field_types(config: Mapping[str, Any], *, needs: bool = True) -> Iterator[Refusal]:
     entry = config_class(config) or ANY_CLASS
     for key, declared in entry["types"].items():
         kinds = NARROWER.get((str(config.get("model_type")), key), declared)
@@ -184,7 +185,7 @@ def _field_types(config: Mapping[str, Any]) -> Iterator[Refusal]:
                 else f"set {key} to {_respelled(config[key], kinds) or wanted}",
             )
     for key in entry["needs"]:
-        if key not in config:
+        if needs and key not in config:
             yield Refusal(
                 key, f"{key} is not set, and {entry['class']} has no default for it", f"set {key} as it was trained"
             )
