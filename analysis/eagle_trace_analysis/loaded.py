@@ -51,13 +51,14 @@ def cast(values: NDArray[Any], dtype: str) -> NDArray[Any]:
 
 
 def digest_of(array: NDArray[Any]) -> str:
-    """Digest that `eagle_trace.recorder.parameter_row` gives an array."""
+    """Digest that `eagle_trace.recording.params.parameter_row` gives an array."""
     return hashlib.blake2b(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data, digest_size=8).hexdigest()
 
 
 def digest_as(tensor: StoredTensor, dtype: str) -> str | None:
-    """Digest that `eagle_trace.recorder.parameter_row` gives a stored tensor cast to `dtype` (numpy's name of it); None
-    for a tensor that is too large to read for this, or of a dtype that is not known.
+    """Digest that `eagle_trace.recording.params.parameter_row` gives a stored tensor cast to `dtype` (numpy's name).
+
+    None for a tensor that is too large to read for this, or of a dtype that is not known.
     """
     if tensor.nbytes > MOST_BYTES or not tensor.is_float or dtype not in DTYPES:
         return None

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from eagle_trace.capture import Shard
-from eagle_trace.recorder import parameter_row, to_array
+from eagle_trace.recording.arrays import to_array
+from eagle_trace.recording.params import parameter_row
 from eagle_trace_sglang.ranks import key_value_heads, place, vocabulary_rows
 
 #: names older releases and checkpoints use, and their present ones

@@ -13,7 +13,7 @@ from typing import Any
 
 from eagle_trace.capture import Shard
 from eagle_trace.manifest import Manifest
-from eagle_trace.recorder import Hooks
+from eagle_trace.recording.hooks import Hooks
 from eagle_trace_sglang.layers import draft_layers
 from eagle_trace_sglang.ranks import key_value_heads, place
 

@@ -1,8 +1,8 @@
 """speculators as a host: records its own EAGLE-3 forward, all steps of it.
 
 `record.record` runs it on given prompts or on what a server did; `recording` takes it from a model that trains. Here is
-what only speculators has, handed to `eagle_trace_training` as a `trainer`: how a draft is loaded (`load`, `params`), where
-its sites are (`hooks`), what a forward in training is given and returns (`live`), which releases are known
+what only speculators has, handed to `eagle_trace_training` as a `trainer`: how a draft is loaded (`load`, `params`),
+where its sites are (`hooks`), what a forward in training is given and returns (`live`), which releases are known
 (`releases`), and what a training command imports (`watch`).
 """
 

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from eagle_trace.recorder import Hooks
+from eagle_trace.recording.hooks import Hooks
 
 #: receives (step, site, tensor [1, T, W] or ids [1, T])
 Receive = Callable[[int, str, Any], None]

@@ -18,7 +18,8 @@ from speculators.models.eagle3 import Eagle3DraftModel
 from eagle_trace.checkpoints import config_digest
 from eagle_trace.errors import CheckpointError, HostError, UsageError
 from eagle_trace.manifest import Manifest
-from eagle_trace.recorder import Hooks, to_array
+from eagle_trace.recording.arrays import to_array
+from eagle_trace.recording.hooks import Hooks
 from eagle_trace_speculators.hooks import SiteTap
 from eagle_trace_speculators.load import config_facts, is_compiled, uncompiled
 from eagle_trace_training.batches import Batch

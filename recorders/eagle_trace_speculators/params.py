@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Set
 from typing import Any
 
-from eagle_trace.recorder import parameter_row
+from eagle_trace.recording.params import parameter_row
 
 #: training's own targets, no part of the draft forward and never in a checkpoint
 NOT_DRAFT = ("verifier_lm_head.", "verifier_norm.")

@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 
 from eagle_trace.capture import Array
 from eagle_trace.errors import CheckpointError
-from eagle_trace.recorder import Hooks
+from eagle_trace.recording.hooks import Hooks
 from eagle_trace_speculators.hooks import SiteTap
 from eagle_trace_speculators.live import LiveModel
 from eagle_trace_speculators.load import is_compiled, load_draft, read_draft_config, uncompiled

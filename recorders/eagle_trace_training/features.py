@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from eagle_trace.capture import Array, sample_channels
 from eagle_trace.errors import CheckpointError, UsageError
 from eagle_trace.reader import Trace, ValueReader, read_keys
-from eagle_trace.recorder import Hooks
+from eagle_trace.recording.hooks import Hooks
 from eagle_trace_training.host import Sample, TrainingHost
 from eagle_trace_training.numerics import DTYPES, computing_in, quiet, raise_dtype
 from eagle_trace_training.replay import Task

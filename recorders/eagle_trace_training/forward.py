@@ -11,7 +11,8 @@ import torch
 from eagle_trace.capture import Array
 from eagle_trace.errors import HostError
 from eagle_trace.manifest import Manifest
-from eagle_trace.recorder import Hooks, to_array
+from eagle_trace.recording.arrays import to_array
+from eagle_trace.recording.hooks import Hooks
 from eagle_trace.sites import fused_slices
 from eagle_trace_training.documents import Pack
 from eagle_trace_training.host import LoadedDraft, Tap

@@ -6,23 +6,22 @@ and how that forward is called without its loss. Everything else about a recordi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     import inspect
-    from collections.abc import Callable
 
     from eagle_trace.capture import Array
     from eagle_trace.manifest import Manifest
-    from eagle_trace.recorder import Hooks
+    from eagle_trace.recording.hooks import Hooks
     from eagle_trace_training.batches import Batch
     from eagle_trace_training.documents import Document, Pack
 
-    #: receives (step, site, tensor [..., W] or ids [...] over the rows of a forward)
-    Receive = Callable[[int, str, Any], None]
+#: receives (step, site, tensor [..., W] or ids [...] over the rows of a forward)
+Receive = Callable[[int, str, Any], None]
 
 
 class Tap(Protocol):

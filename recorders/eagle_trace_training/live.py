@@ -24,7 +24,7 @@ from eagle_trace.errors import HostError, UsageError
 from eagle_trace.manifest import Manifest, without_secrets
 from eagle_trace.patience import MAX_WAIT
 from eagle_trace.prompts import prompts_digest
-from eagle_trace.recorder import Hooks
+from eagle_trace.recording.hooks import Hooks
 from eagle_trace.selection import EVERYTHING, Selection
 from eagle_trace.store import as_place
 from eagle_trace.writer import TOO_SLOW, TraceWriter, prepare_output

@@ -12,7 +12,7 @@ from eagle_trace.capture import LEVELS, Array, Rows
 from eagle_trace.errors import UsageError
 from eagle_trace.patience import MAX_WAIT, check_wait
 from eagle_trace.prompts import content_key, unique_key
-from eagle_trace.recorder import best_ids, to_array
+from eagle_trace.recording.arrays import best_ids, to_array
 from eagle_trace.selection import EVERYTHING, Selection
 from eagle_trace.sites import fused_slices
 from eagle_trace.store import Place

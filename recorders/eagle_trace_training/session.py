@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from eagle_trace.capture import Array
-from eagle_trace.recorder import best_ids
+from eagle_trace.recording.arrays import best_ids
 from eagle_trace.selection import EVERYTHING, Selection, select_prompts
 from eagle_trace.writer import TraceWriter
 from eagle_trace_training.documents import Document, Pack, replayed, teacher_forced

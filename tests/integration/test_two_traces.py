@@ -17,7 +17,7 @@ Make = Callable[..., Trace]
 OTHERS = {
     "itself": {"level": "values"},
     "bfloat16": {"dtype": "bfloat16"},
-    "two-ranks": {"sglang_args": ("--tp", "2")},
+    "two-ranks": {"host_args": ("--tp", "2")},
     "a-tree": {"topk": 4, "draft_tokens": 8},
 }
 

@@ -9,8 +9,8 @@ from typing import Any
 from eagle_trace.checkpoints import checkpoint_facts, read_config, target_sample
 from eagle_trace.errors import CheckpointError, UsageError
 from eagle_trace.manifest import Manifest
+from eagle_trace_serving.orders import Order
 from eagle_trace_sglang.deployment import ONE_REPLICA
-from eagle_trace_sglang.orders import Order
 
 
 def server_manifest(order: Order, facts: dict[str, Any]) -> Manifest:

@@ -15,13 +15,13 @@ import numpy as np
 
 from eagle_trace.capture import Array, Rows
 from eagle_trace.prompts import prompts_digest
-from eagle_trace.recorder import best_ids, capture_rows, to_array, to_rows
+from eagle_trace.recording.arrays import best_ids, capture_rows, to_array, to_rows
 from eagle_trace.sites import fused_slices
 from eagle_trace.sketch import Reduced
 from eagle_trace.writer import TraceWriter
-from eagle_trace_sglang.admission import Admitted
-from eagle_trace_sglang.draft_rows import DraftCall, Index, RowTracker, tree_parents
-from eagle_trace_sglang.orders import Order
+from eagle_trace_serving.admission import Admitted
+from eagle_trace_serving.draft_rows import DraftCall, Index, RowTracker, tree_parents
+from eagle_trace_serving.orders import Order
 from eagle_trace_sglang.sites import shard_of
 
 TOPK = 10

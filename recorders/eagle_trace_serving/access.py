@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from eagle_trace.errors import EagleTraceError, UsageError
-from eagle_trace_sglang.remote import TOKEN_HEADER
+from eagle_trace_serving.remote import TOKEN_HEADER
 
 #: traces that clients without a key may leave lying at once
 MOST_KEPT = 8

@@ -32,11 +32,11 @@ from eagle_trace.errors import EagleTraceError, RecordingError, TraceNotFoundErr
 from eagle_trace.manifest import rank_of_seal
 from eagle_trace.patience import FOLDER_SECONDS, within
 from eagle_trace.store import as_place, is_url, join, open_store, reason
-from eagle_trace_sglang.access import DeniedError, Keys, Pace, Tokens
-from eagle_trace_sglang.answers import NAME
-from eagle_trace_sglang.archive import pack
-from eagle_trace_sglang.bodies import BodyError, FinishBody, Reader, StartBody, parse_body
-from eagle_trace_sglang.control import Control, next_place
+from eagle_trace_serving.access import DeniedError, Keys, Pace, Tokens
+from eagle_trace_serving.answers import NAME
+from eagle_trace_serving.archive import pack
+from eagle_trace_serving.bodies import BodyError, FinishBody, Reader, StartBody, parse_body
+from eagle_trace_serving.control import Control, next_place
 from eagle_trace_sglang.plugin import RECORD_OTHERS
 
 NO_TRACE = "this server has no such trace, or not for somebody without its token or the server's key"

@@ -8,7 +8,7 @@ from typing import Any
 
 from eagle_trace.errors import UsageError
 from eagle_trace.prompts import Prompt
-from eagle_trace_sglang.admission import Admission
+from eagle_trace_serving.admission import Admission
 
 #: counts that are kept of an answer: more than any SGLang has
 MOST_COUNTS, LONGEST_COUNT = 32, 64

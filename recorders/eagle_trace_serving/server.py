@@ -16,16 +16,16 @@ from eagle_trace.manifest import without_secrets
 from eagle_trace.prompts import check_tokens
 from eagle_trace.selection import EVERYTHING, Selection
 from eagle_trace.store import Place
+from eagle_trace_serving.orders import Order
+from eagle_trace_serving.process import Host
+from eagle_trace_serving.requests import Answers, Request
 from eagle_trace_sglang.deployment import (
     check_deployment,
     check_parallelism,
     server_arguments,
     tensor_parallel_size,
 )
-from eagle_trace_sglang.host import Host
-from eagle_trace_sglang.orders import Order
 from eagle_trace_sglang.releases import check_release, installed
-from eagle_trace_sglang.requests import Answers, Request
 from eagle_trace_sglang.targets import check_classes
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
@@ -36,7 +36,7 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """What SGLang is started with; see `eagle_trace_sglang.record.record` for the meaning of each.
+    """What SGLang is started with; see `eagle_trace_serving.record.record` for the meaning of each.
 
     `cache_tokens` is the room in the key/value cache on CPU, where SGLang cannot work it out.
     """
@@ -48,7 +48,7 @@ class ServerOptions:
     draft_tokens: int | None = None
     dtype: str = "auto"
     device: str = "auto"
-    sglang_args: tuple[str, ...] = ()
+    host_args: tuple[str, ...] = ()
     cache_tokens: int = 16384
     keep_cuda_graphs: bool = False
 
@@ -72,7 +72,7 @@ class ServerOptions:
         for name in ("steps", "topk", "verified_tokens"):
             if getattr(self, name) < 1:
                 raise UsageError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(self, name)}")
-        check_parallelism(self.sglang_args)
+        check_parallelism(self.host_args)
         return check_deployment(self.target, self.draft)
 
 
@@ -91,7 +91,7 @@ class Server:
         target_config, draft_config = options.check()
         device = options.device if options.device != "auto" else ("cuda" if has_cuda() else "cpu")
         check_release(device)
-        check_classes(target_config, draft_config, options.sglang_args)
+        check_classes(target_config, draft_config, options.host_args)
         arguments, changes = server_arguments(
             target=options.target,
             draft=options.draft,
@@ -102,7 +102,7 @@ class Server:
             device=device,
             tokens=options.cache_tokens,
             keep_cuda_graphs=options.keep_cuda_graphs,
-            extra=options.sglang_args,
+            extra=options.host_args,
         )
         self._options = options
         self._progress = progress
@@ -110,7 +110,7 @@ class Server:
         self._changes = tuple(changes)
         self._target_config = target_config
         progress("starting SGLang (this takes a while)")
-        self._host = Host(options.target, arguments, device, tensor_parallel_size(options.sglang_args))
+        self._host = Host(options.target, arguments, device, tensor_parallel_size(options.host_args))
 
     def __enter__(self) -> Server:
         self._host.__enter__()
@@ -151,7 +151,7 @@ class Server:
             selection=selection,
             alone=False,
             keep_cuda_graphs=keep_cuda_graphs,
-            settings=request.settings | {"sglang_args": without_secrets(self._options.sglang_args), "seed": 0},
+            settings=request.settings | {"sglang_args": without_secrets(self._options.host_args), "seed": 0},
             changes=self._changes,
             argv=tuple(argv),
         )

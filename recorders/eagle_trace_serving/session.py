@@ -20,7 +20,7 @@ from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 from eagle_trace.errors import UsageError
-from eagle_trace_sglang.folders import OwnFolder
+from eagle_trace_serving.folders import OwnFolder
 
 Message = tuple[Any, ...]
 #: whoever connects says who it is within that time, for each message of it [s]

@@ -17,9 +17,9 @@ from typing import Any
 from eagle_trace.errors import EagleTraceError, UsageError
 from eagle_trace.patience import MAX_WAIT, parse_wait
 from eagle_trace.selection import Selection, parse_bytes
-from eagle_trace_sglang.admission import DEFAULT_REQUESTS, Admission
-from eagle_trace_sglang.control import Control, next_place
-from eagle_trace_sglang.orders import Order
+from eagle_trace_serving.admission import DEFAULT_REQUESTS, Admission
+from eagle_trace_serving.control import Control, next_place
+from eagle_trace_serving.orders import Order
 from eagle_trace_sglang.plugin import OUT, PREFIX, RECORD_OTHERS
 
 #: what the variables may say beside OUT
@@ -70,8 +70,8 @@ def arm() -> None:
     def serving(server_args: Any, *_args: Any, **_kwargs: Any) -> None:
         from sglang.srt.entrypoints.http_server import app
 
-        from eagle_trace_sglang.access import keys_of
-        from eagle_trace_sglang.routes import add_routes
+        from eagle_trace_serving.access import keys_of
+        from eagle_trace_serving.routes import add_routes
 
         keys = keys_of(server_args, record_others=opted_in(os.environ))
         add_routes(app, _require(), os.environ[OUT], keys, ceiling_of(os.environ))

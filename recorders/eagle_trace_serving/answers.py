@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from eagle_trace_sglang.exchange import quoted
+from eagle_trace_serving.exchange import quoted
 
 STATES = ("starting", "ready", "recording")
 #: what a folder of a trace may be called: it becomes part of an address

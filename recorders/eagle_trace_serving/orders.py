@@ -10,7 +10,7 @@ from eagle_trace.capture import LEVELS
 from eagle_trace.errors import UsageError
 from eagle_trace.patience import check_wait
 from eagle_trace.selection import Selection
-from eagle_trace_sglang.admission import Admission
+from eagle_trace_serving.admission import Admission
 
 
 @dataclass(frozen=True)

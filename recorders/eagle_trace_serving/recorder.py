@@ -24,18 +24,18 @@ from typing import Any
 
 from eagle_trace.errors import EagleTraceError
 from eagle_trace.manifest import Manifest
-from eagle_trace.recorder import Hooks
+from eagle_trace.recording.hooks import Hooks
 from eagle_trace.store import as_place
 from eagle_trace.writer import TraceWriter
+from eagle_trace_serving.orders import Order
+from eagle_trace_serving.recording import Recording
+from eagle_trace_serving.session import Outbox, connect, packed
 from eagle_trace_sglang.graphs import has_graphs, hook_graph_boundaries, run_eagerly
 from eagle_trace_sglang.layers import draft_layers
-from eagle_trace_sglang.orders import Order
 from eagle_trace_sglang.params import canonical_name, checkpoint_names, loaded_params
 from eagle_trace_sglang.plugin import SESSION
 from eagle_trace_sglang.ranks import draft_place, replicas
-from eagle_trace_sglang.recording import Recording
 from eagle_trace_sglang.releases import check_release
-from eagle_trace_sglang.session import Outbox, connect, packed
 from eagle_trace_sglang.sites import hook_draft, partial_sums, tell_missing
 
 EAGER = (

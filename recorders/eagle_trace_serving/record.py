@@ -14,13 +14,14 @@ from typing import Any
 from eagle_trace.errors import HostError, RecordingError, UsageError
 from eagle_trace.prompts import read_prompts
 from eagle_trace.reader import open_trace
+from eagle_trace.recording.hosts import find_host
 from eagle_trace.selection import EVERYTHING, Selection, parse_bytes, select_prompts
 from eagle_trace.store import FOLDER_MODE, Place, is_url, reason
 from eagle_trace.writer import check_output, prepare_output, remove_empty
-from eagle_trace_sglang.admission import DEFAULT_REQUESTS, Admission
-from eagle_trace_sglang.orders import Order
+from eagle_trace_serving.admission import DEFAULT_REQUESTS, Admission
+from eagle_trace_serving.orders import Order
+from eagle_trace_serving.requests import Request
 from eagle_trace_sglang.plugin import OUT
-from eagle_trace_sglang.requests import Request
 
 Progress = Callable[[str], None]
 
@@ -44,7 +45,7 @@ def record(
     selection: Selection = EVERYTHING,
     keep_cuda_graphs: bool = False,
     force: bool = False,
-    sglang_args: Sequence[str] = (),
+    host_args: Sequence[str] = (),
     argv: Sequence[str] = (),
     progress: Progress = lambda _: None,
 ) -> Place:
@@ -68,7 +69,7 @@ def record(
         selection: which sites and rows to keep.
         keep_cuda_graphs: let SGLang use its CUDA graphs, and record at their boundaries only.
         force: replace a trace at `out`.
-        sglang_args: SGLang's own arguments; they win over ours.
+        host_args: the server's own arguments; they win over ours.
         argv: the command line, for the manifest.
         progress: told what is going on.
 
@@ -78,10 +79,10 @@ def record(
         HostError: SGLang did not start, or died.
         RecordingError: the recording failed.
     """
-    from eagle_trace_sglang.server import Server, ServerOptions
+    from eagle_trace_serving.server import Server, ServerOptions
 
     options = ServerOptions(
-        target, draft, steps, topk, draft_tokens, dtype, device, tuple(sglang_args), keep_cuda_graphs=keep_cuda_graphs
+        target, draft, steps, topk, draft_tokens, dtype, device, tuple(host_args), keep_cuda_graphs=keep_cuda_graphs
     )
     request = _request(prompts, selection, max_new_tokens, batch_size, temperature)
     options.check()
@@ -107,6 +108,7 @@ def attach(
     *,
     url: str,
     out: Place,
+    host: str | None = None,
     prompts: Path | None = None,
     api_key: str | None = None,
     admin_api_key: str | None = None,
@@ -131,6 +133,7 @@ def attach(
     Args:
         url: the server, started with ``EAGLE_TRACE_OUT`` in its environment.
         out: folder of the trace.
+        host: the server's program; by default what it says.
         prompts: prompts file; None to record what others ask.
         api_key: the server's, or None.
         admin_api_key: the server's, or None; where it has one, this is what recording takes.
@@ -149,8 +152,10 @@ def attach(
         HostError: the server cannot be reached, or was not armed.
         RecordingError: the recording failed.
     """
-    from eagle_trace_sglang.remote import Remote, record_attached
+    from eagle_trace_serving.remote import Remote, record_attached
 
+    if host is not None:
+        find_host("server", host, program=False)
     request = None
     if prompts is not None:
         request = _request(prompts, selection, max_new_tokens, batch_size, temperature)

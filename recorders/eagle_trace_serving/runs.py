@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
-from eagle_trace_sglang.orders import Order
-from eagle_trace_sglang.session import Outbox
+from eagle_trace_serving.orders import Order
+from eagle_trace_serving.session import Outbox
 
 
 class Rank:

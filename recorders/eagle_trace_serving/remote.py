@@ -21,10 +21,10 @@ from typing import Any
 from eagle_trace.errors import HostError, PromptsError, RecordingError, TraceError
 from eagle_trace.prompts import Prompt, check_tokens
 from eagle_trace.reader import open_trace
-from eagle_trace_sglang.answers import Ended, Told, understood
-from eagle_trace_sglang.archive import ArchiveError, unpack
-from eagle_trace_sglang.exchange import RefusedError, check_address, check_key, exchange, parse_json, quoted, read_json
-from eagle_trace_sglang.requests import Request, speculation
+from eagle_trace_serving.answers import Ended, Told, understood
+from eagle_trace_serving.archive import ArchiveError, unpack
+from eagle_trace_serving.exchange import RefusedError, check_address, check_key, exchange, parse_json, quoted, read_json
+from eagle_trace_serving.requests import Request, speculation
 
 #: how long a server may take to say what it is doing, and to write a seal
 STATUS_SECONDS = 30.0

@@ -23,11 +23,11 @@ from eagle_trace.errors import HostError, RecordingError, UsageError
 from eagle_trace.patience import FOLDER_SECONDS, MAX_WAIT, leave_behind, within
 from eagle_trace.store import as_place, join, open_store, reason
 from eagle_trace.writer import prepare_output, remove_empty
-from eagle_trace_sglang.described import server_manifest
-from eagle_trace_sglang.orders import Order
+from eagle_trace_serving.described import server_manifest
+from eagle_trace_serving.orders import Order
+from eagle_trace_serving.runs import Rank, Run
+from eagle_trace_serving.session import Message, Session, packed
 from eagle_trace_sglang.plugin import SESSION
-from eagle_trace_sglang.runs import Rank, Run
-from eagle_trace_sglang.session import Message, Session, packed
 
 #: how long after SGLang is ready its recorders may take to report; they do so before that, unless they never loaded
 ARM_SECONDS = 10.0
