@@ -33,6 +33,7 @@ class Batch:
         document_ids: which document a row belongs to, int32 [T].
         loss_mask: which rows the loss of step 0 counts, bool [T]; None where training was given none.
         width: where documents are padded to [B, width] and T is B * width: a step shifts each of these rows by itself.
+        first: the first token of each document, which training drops, int32 [D]; None where nothing says.
     """
 
     input_ids: Int32
@@ -40,6 +41,7 @@ class Batch:
     document_ids: Int32
     loss_mask: NDArray[np.bool_] | None = None
     width: int | None = None
+    first: Int32 | None = None
 
     def __post_init__(self) -> None:
         lengths = {len(self.input_ids), len(self.positions), len(self.document_ids)}

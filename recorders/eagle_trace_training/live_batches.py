@@ -102,7 +102,7 @@ class BatchTaker:
             batch: what it was given.
             hidden_states: the target's features, [..., n * G].
         """
-        self._prompts = [self._put_prompt(number, tokens) for number, tokens in enumerate(batch.documents)]
+        self._prompts = [self._put_prompt(number, tokens, batch) for number, tokens in enumerate(batch.documents)]
         self._batch, self._labels, self._call_of, self._step, self.full = batch, None, [], -1, False
         self._device = hidden_states.device
         for name, columns in fused_slices(hidden_states.shape[-1], self._live.hidden_size):
@@ -157,9 +157,9 @@ class BatchTaker:
         self._leave()
         self._batch = None
 
-    def _put_prompt(self, number: int, tokens: Array) -> int:
+    def _put_prompt(self, number: int, tokens: Array, batch: Batch) -> int:
         prompt = len(self.keys)
-        first = self._first_tokens.find(tokens)
+        first = self._first_tokens.find(tokens) if batch.first is None else int(batch.first[number])
         self.unknown += first == UNKNOWN
         ids = [first, *tokens.tolist()]
         self.keys.append(unique_key(content_key("input_ids", ids), self._seen))

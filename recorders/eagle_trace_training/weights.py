@@ -74,3 +74,19 @@ def first_line(error: Exception) -> str:
     """What a library says went wrong, in one line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return " ".join(lines[:3]) or type(error).__name__
+
+
+def target_tensor(target: Path, name: str) -> Any:
+    """The tensor of a target whose name ends in `name`, None if there is none; raises CheckpointError for damaged files.
+
+    A target of several models has the language model's first.
+    """
+    for file in weight_files(target):
+        with weights(file) as tensors:
+            found = sorted(
+                (one for one in tensors.keys() if one == name or one.endswith(f".{name}")),  # noqa: SIM118
+                key=len,
+            )
+            if found:
+                return tensors.get_tensor(found[0])
+    return None
