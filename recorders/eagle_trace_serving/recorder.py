@@ -25,6 +25,7 @@ from typing import Any
 from eagle_trace.errors import EagleTraceError
 from eagle_trace.manifest import Manifest
 from eagle_trace.recording.hooks import Hooks
+from eagle_trace.recording.names import FUSED, canonical_name, fills
 from eagle_trace.store import as_place
 from eagle_trace.writer import TraceWriter
 from eagle_trace_serving.orders import Order
@@ -32,7 +33,7 @@ from eagle_trace_serving.recording import Recording
 from eagle_trace_serving.session import Outbox, connect, packed
 from eagle_trace_sglang.graphs import has_graphs, hook_graph_boundaries, run_eagerly
 from eagle_trace_sglang.layers import draft_layers
-from eagle_trace_sglang.params import canonical_name, checkpoint_names, loaded_params
+from eagle_trace_sglang.params import checkpoint_names, loaded_params
 from eagle_trace_sglang.plugin import SESSION
 from eagle_trace_sglang.ranks import draft_place, replicas
 from eagle_trace_sglang.releases import check_release
@@ -104,8 +105,7 @@ class ServeRecorder:
         mlp = getattr(draft_layers(self._model)[0][1], "mlp", None)
         stored = checkpoint_names(Path(runner.model_config.model_path))
         known = {canonical_name(name) for name, _ in self._model.named_parameters()}
-        fused = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-        for whole, parts in fused.items():
+        for whole, parts in FUSED.items():
             known |= {name.replace(whole, part) for name in known if whole in name for part in parts}
         known |= {"d2t", "t2d"}
         return {
@@ -235,7 +235,8 @@ class ServeRecorder:
         with self._reading:
             if self._loaded is None:  # read once: a server's weights stay what they are
                 stored = checkpoint_names(Path(self._worker.draft_runner.model_config.model_path))
-                self._loaded = list(loaded_params(self._model, self._worker.hot_token_id, stored.keys()))
+                filled = {parameter for name in stored.values() for parameter in fills(name)}
+                self._loaded = list(loaded_params(self._model, self._worker.hot_token_id, filled))
             return self._loaded
 
     def _watch_branches(self, hooks: Hooks) -> None:

@@ -1,9 +1,10 @@
 """SpecForge as a host: records its own EAGLE-3 forward (`OnlineEagle3Model`), all steps of it.
 
-`record.record` runs it on given prompts or on what a server did; `recording` takes it from a training of SpecForge's. Here
-is what only SpecForge has, handed to `eagle_trace_training` as a `trainer`: how a draft is loaded (`load`, `published`),
-where its sites are (`sites`), how its forward is run without the loss (`forward`), what a forward in training is given
-and returns (`live`), which releases are known (`releases`), and what a training command imports (`watch`).
+`record.record` runs it on given prompts or on what a server did; `recording` takes it from a training of SpecForge's.
+Here is what only SpecForge has, handed to `eagle_trace_training` as a `trainer`: how a draft is loaded (`load`,
+`published`), where its sites are (`sites`), how its forward is run without the loss (`forward`), what a forward in
+training is given and returns (`live`), which releases are known (`releases`), and what a training command imports
+(`watch`).
 """
 
 from typing import TYPE_CHECKING, Any

@@ -20,7 +20,7 @@ from eagle_trace.recording.arrays import to_array
 from eagle_trace.recording.hooks import Hooks
 from eagle_trace_specforge.sites import SiteTap
 from eagle_trace_training.batches import PADDING, Batch
-from eagle_trace_training.host import Receive, Tap, TrainingHost
+from eagle_trace_training.host import HungTaps, Receive, TrainingHost
 
 #: what the forward returns, a list of one value per step each
 METRICS = ("ploss", "acceptance_rate", "acc", "correct", "denom", "loss", "loss_denom")
@@ -70,21 +70,21 @@ class LiveModel:
             "config_digest": config_digest(written),
             "config": written,
             "format": "specforge",
-            # the features are whatever the data or the capturing server hold; the config's ids only say what is deployed
+            # the features are whatever the data or the capturing server hold: these ids say what is deployed
             "layer_ids": None if ids is None else [i + 1 for i in ids],
             "draft_vocab_size": config.draft_vocab_size,
         }
         manifest.target = {"path": None}
 
-    def hang(self, hooks: Hooks, receive: Receive, targets: Callable[[Any], None]) -> tuple[Tap, list[str]]:
+    def hang(self, hooks: Hooks, receive: Receive, targets: Callable[[Any], None]) -> tuple[HungTaps, list[str]]:
         """Hang the sites, the verifier's distribution, and the shift that drops each document's first token."""
         tap = SiteTap(hooks, self.draft, receive)
         for name in TEACHERS:
             hooks.wrap(eagle3, name, lambda result, _args, given: targets(result[0][:, : -given["length"]]))
-        hooks.wrap(TargetHead, "preprocess", self._shifted)
+        hooks.wrap(TargetHead, "preprocess", lambda _result, args, given: self._shifted(args, given))
         return tap, []
 
-    def _shifted(self, result: Any, args: tuple[Any, ...], given: dict[str, Any]) -> None:
+    def _shifted(self, args: tuple[Any, ...], given: dict[str, Any]) -> None:
         self._unshifted = given["input_ids"] if "input_ids" in given else args[1]
 
     def batch(self, given: Mapping[str, Any]) -> Batch:

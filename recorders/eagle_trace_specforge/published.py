@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from eagle_trace.recording.names import FUSED, canonical_name
 
 from eagle_trace.checkpoints import read_config
 from eagle_trace.errors import CheckpointError
+from eagle_trace.recording.names import FUSED, canonical_name
 from eagle_trace_training.weights import weight_files, weights
 
 CLASS = "LlamaForCausalLMEagle3"
@@ -73,8 +73,8 @@ def head_config(draft: Path) -> dict[str, Any]:
     """The config of a draft in the format that servers load; raises CheckpointError for another kind of folder."""
     if draft.is_dir() and not (draft / "config.json").exists() and any(draft.glob("training_state*.pt")):
         raise CheckpointError(
-            f"{draft} is a checkpoint of SpecForge in training: export it first (specforge export --to sglang), or give "
-            "the folder that was exported"
+            f"{draft} is a checkpoint of SpecForge in training: export it (specforge export --to sglang) and give the "
+            "folder that was exported"
         )
     config = read_config(draft)
     if "speculators_model_type" in config:

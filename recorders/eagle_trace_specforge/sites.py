@@ -9,8 +9,33 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from eagle_trace.errors import HostError
 from eagle_trace.recording.hooks import Hooks
+from eagle_trace.recording.tap import after, before, hang
 from eagle_trace_training.host import Receive
+
+TAPS = (
+    before("fc", "fc.in"),
+    after("fc", "fc.out"),
+    before("embed_tokens", "token"),
+    after("embed_tokens", "embed"),
+    before("midlayer", "hidden", name="hidden_states"),
+    after("midlayer.input_layernorm", "layer.0.embed_norm"),
+    after("midlayer.hidden_norm", "layer.0.hidden_norm"),
+    after("midlayer.self_attn.v_proj", "layer.0.attn.v"),
+    before("midlayer.self_attn.o_proj", "layer.0.attn.context"),
+    after("midlayer.self_attn.o_proj", "layer.0.attn.out"),
+    before("midlayer.post_attention_layernorm", "layer.0.attn.residual"),
+    after("midlayer.post_attention_layernorm", "layer.0.mlp.norm"),
+    after("midlayer.mlp.gate_proj", "layer.0.mlp.gate"),
+    after("midlayer.mlp.up_proj", "layer.0.mlp.up"),
+    before("midlayer.mlp.down_proj", "layer.0.mlp.act"),
+    after("midlayer.mlp.down_proj", "layer.0.mlp.out"),
+    after("midlayer", "layer.0.out"),
+    before("lm_head", "norm"),
+    after("lm_head", "logits"),
+)
+OUT = "layer.0.out"
 
 
 class SiteTap:
@@ -28,83 +53,54 @@ class SiteTap:
     Attributes:
         seen: what was seen of the first two steps: `norm_output`, whether the carry is normed (as the flag means in
             SGLang), and `head_norm`, whether the head's input is.
+
+    Raises:
+        HostError: the draft lacks a place that this recorder knows.
     """
 
     def __init__(self, hooks: Hooks, draft: Any, receive: Receive) -> None:
         self._receive = receive
-        self._hooks = hooks
         self._step = -1
         self._out: Any = None
         self.seen: dict[str, Any] = {}
-        layer = draft.midlayer
-        self._before(draft.fc, "fc.in")
-        self._after(draft.fc, "fc.out")
-        hooks.before(draft.embed_tokens, self._begin_step)
-        self._after(draft.embed_tokens, "embed")
-        hooks.before(layer, self._enter_layer)
-        hooks.wrap(sys.modules[type(layer.self_attn).__module__], "apply_rotary_pos_emb", self._rotated)
-        self._hang_layer(layer)
-        hooks.after(layer, self._leave_layer)
-        hooks.before(draft.lm_head, self._enter_head)
-        self._after(draft.lm_head, "logits")
+        # each step embeds its tokens first
+        hooks.before(draft.embed_tokens, lambda *_: self._begin_step())
+        if missing := hang(hooks, draft, TAPS, self._take):
+            raise HostError(
+                f"this version of specforge has no {', '.join(sorted(set(missing.values())))} in its draft, which the "
+                "one this recorder was written for (0.2.0) has: install that one, or report it"
+            )
+        rotation = sys.modules[type(draft.midlayer.self_attn).__module__]
+        hooks.wrap(rotation, "apply_rotary_pos_emb", lambda result, args, _kwargs: self._rotated(result, args))
 
     def restart(self) -> None:
         """A new forward begins."""
         self._step = -1
 
-    def _hang_layer(self, layer: Any) -> None:
-        attention, mlp, at = layer.self_attn, layer.mlp, "layer.0"
-        self._after(layer.input_layernorm, f"{at}.embed_norm")
-        self._after(layer.hidden_norm, f"{at}.hidden_norm")
-        self._after(attention.v_proj, f"{at}.attn.v")
-        self._before(attention.o_proj, f"{at}.attn.context")
-        self._after(attention.o_proj, f"{at}.attn.out")
-        self._before(layer.post_attention_layernorm, f"{at}.attn.residual")
-        self._after(layer.post_attention_layernorm, f"{at}.mlp.norm")
-        self._after(mlp.gate_proj, f"{at}.mlp.gate")
-        self._after(mlp.up_proj, f"{at}.mlp.up")
-        self._before(mlp.down_proj, f"{at}.mlp.act")
-        self._after(mlp.down_proj, f"{at}.mlp.out")
-
-    def _take(self, site: str, tensor: Any, step: int | None = None) -> None:
-        # the projection of the features runs before the first step has begun
-        self._receive(max(self._step, 0) if step is None else step, site, tensor.detach())
-
-    def _after(self, module: Any, site: str) -> None:
-        self._hooks.after(module, lambda _module, _args, output: self._take(site, output))
-
-    def _before(self, module: Any, site: str) -> None:
-        self._hooks.before(module, lambda _module, args, _kwargs: self._take(site, args[0]))
-
-    def _begin_step(self, _module: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
+    def _begin_step(self) -> None:
         self._step += 1
-        self._take("token", args[0])
 
-    def _enter_layer(self, _module: Any, _args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given = kwargs["hidden_states"]
-        if self._step:
+    def _take(self, site: str, tensor: Any) -> None:
+        tensor = tensor.detach()
+        if site == OUT:
+            # kept no longer than it takes to see what becomes of it
+            self._out = tensor if len(self.seen) < 2 else None
+        elif site == "norm" and "head_norm" not in self.seen:
+            self.seen["head_norm"] = not _same(tensor, self._out)
+        elif site == "hidden" and self._step > 0:
             if "norm_output" not in self.seen:
-                self.seen["norm_output"] = not _same(given, self._out)
-            self._take("carry", given, self._step - 1)
-        self._take("hidden", given)
+                self.seen["norm_output"] = not _same(tensor, self._out)
+            self._receive(self._step - 1, "carry", tensor)
+        # the projection of the features runs before the first step has begun
+        self._receive(max(self._step, 0), site, tensor)
 
-    def _leave_layer(self, _module: Any, _args: tuple[Any, ...], output: Any) -> None:
-        # kept no longer than it takes to see what becomes of it, and without what its gradient needs
-        self._out = output.detach() if len(self.seen) < 2 else None
-        self._take("layer.0.out", output)
-
-    def _enter_head(self, _module: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
-        if "head_norm" not in self.seen:
-            self.seen["head_norm"] = not _same(args[0], self._out)
-        self._take("norm", args[0])
-
-    def _rotated(self, result: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
+    def _rotated(self, result: Any, args: tuple[Any, ...]) -> None:
         for name, tensor in (("q", args[0]), ("k", args[1]), ("q_rope", result[0]), ("k_rope", result[1])):
             # [B, heads, T, head size] to [B, T, heads * head size]
-            self._take(f"layer.0.attn.{name}", tensor.detach().transpose(1, 2).flatten(2))
+            self._take(f"layer.0.attn.{name}", tensor.transpose(1, 2).flatten(2))
         self._take("position", args[4].expand(args[0].shape[0], -1))
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Whether two tensors are one, or equal (a copy is)."""
-    return one.data_ptr() == other.data_ptr() or bool((one.detach() == other).all())
+    """Whether two tensors are one, or equal (as a copy is)."""
+    return one.data_ptr() == other.data_ptr() or bool((one == other).all())

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from eagle_trace.recording.names import canonical_name
 
 from eagle_trace.capture import Array
 from eagle_trace.errors import CheckpointError
 from eagle_trace.recording.hooks import Hooks
+from eagle_trace.recording.names import canonical_name
 from eagle_trace.recording.params import parameter_row
 from eagle_trace_specforge.forward import run
 from eagle_trace_specforge.live import LiveModel
@@ -23,7 +23,7 @@ from eagle_trace_specforge.published import head_config
 from eagle_trace_specforge.releases import check_release
 from eagle_trace_specforge.sites import SiteTap
 from eagle_trace_training.documents import Document, Pack, pad
-from eagle_trace_training.host import LiveDraft, LoadedDraft, Receive, Tap
+from eagle_trace_training.host import HungTaps, LiveDraft, LoadedDraft, Receive
 from eagle_trace_training.live import Recording
 from eagle_trace_training.live import recording as record_live
 from eagle_trace_training.weights import first_line, stored_dtype
@@ -73,7 +73,7 @@ class SpecForge:
             there = None if stored is None else name in stored
             yield parameter_row(name, canonical_name(name), tensor, in_checkpoint=there)
 
-    def sites(self, hooks: Hooks, model: Any, receive: Receive) -> Tap:
+    def sites(self, hooks: Hooks, model: Any, receive: Receive) -> HungTaps:
         """See `SiteTap`."""
         return SiteTap(hooks, model, receive)
 

@@ -23,7 +23,7 @@ from eagle_trace.recording.hooks import Hooks
 from eagle_trace_speculators.hooks import SiteTap
 from eagle_trace_speculators.load import config_facts, is_compiled, uncompiled
 from eagle_trace_training.batches import Batch
-from eagle_trace_training.host import Receive, Tap, TrainingHost
+from eagle_trace_training.host import HungTaps, Receive, TrainingHost
 from eagle_trace_training.weights import target_facts
 
 FLEX = "simple_flex_attention"
@@ -68,7 +68,7 @@ class LiveModel:
         }
         manifest.target = _target(config)
 
-    def hang(self, hooks: Hooks, receive: Receive, targets: Callable[[Any], None]) -> tuple[Tap, list[str]]:
+    def hang(self, hooks: Hooks, receive: Receive, targets: Callable[[Any], None]) -> tuple[HungTaps, list[str]]:
         """Hang the sites and the verifier's head; run uncompiled what is compiled."""
         model, changes = self.draft, []
         tap = SiteTap(hooks, model, receive)

@@ -20,7 +20,7 @@ from eagle_trace_speculators.load import is_compiled, load_draft, read_draft_con
 from eagle_trace_speculators.params import loaded_params
 from eagle_trace_speculators.releases import check_release
 from eagle_trace_training.documents import Document, Pack, pack
-from eagle_trace_training.host import LiveDraft, LoadedDraft, Receive, Tap
+from eagle_trace_training.host import HungTaps, LiveDraft, LoadedDraft, Receive
 from eagle_trace_training.live import Recording
 from eagle_trace_training.live import recording as record_live
 from eagle_trace_training.weights import stored_dtype
@@ -71,7 +71,7 @@ class Speculators:
         """See `loaded_params`."""
         return loaded_params(model, stored)
 
-    def sites(self, hooks: Hooks, model: Any, receive: Receive) -> Tap:
+    def sites(self, hooks: Hooks, model: Any, receive: Receive) -> HungTaps:
         """See `SiteTap`."""
         return SiteTap(hooks, model, receive)
 

@@ -15,7 +15,7 @@ from eagle_trace.recording.arrays import to_array
 from eagle_trace.recording.hooks import Hooks
 from eagle_trace.sites import fused_slices
 from eagle_trace_training.documents import Pack
-from eagle_trace_training.host import LoadedDraft, Tap
+from eagle_trace_training.host import HungTaps, LoadedDraft
 from eagle_trace_training.numerics import DTYPES, computing_in
 
 #: receives (step, site, rows [captured rows, W]) of every value site
@@ -25,7 +25,7 @@ Shapes = dict[int, list[dict[str, Any]]]
 INTEGER_SITES = ("token", "position")
 
 
-def say_seen(manifest: Manifest, tap: Tap) -> None:
+def say_seen(manifest: Manifest, tap: HungTaps) -> None:
     """Write into the manifest what the forward was seen to compute; what the config claims is kept beside it.
 
     The diagnosis computes by the manifest's config, and a flag may mean another thing in another release of a trainer.

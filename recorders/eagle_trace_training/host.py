@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 Receive = Callable[[int, str, Any], None]
 
 
-class Tap(Protocol):
-    """The hooks in the sites of one draft, which count its steps.
+class HungTaps(Protocol):
+    """What hangs in the sites of one draft and counts its steps.
 
     Attributes:
         seen: what the forward was seen to compute, by the name of the config's flag: a flag may mean another thing in
@@ -130,7 +130,7 @@ class TrainingHost(Protocol):
         """Rows of params.parquet; `stored` is None for a model in training."""
         ...
 
-    def sites(self, hooks: Hooks, model: Any, receive: Receive) -> Tap:
+    def sites(self, hooks: Hooks, model: Any, receive: Receive) -> HungTaps:
         """Hang `receive` into every site of a draft; it is given the host's own tensors, and copies what it keeps."""
         ...
 
@@ -172,7 +172,7 @@ class LiveDraft(Protocol):
         """Fill in what is known of draft and target before the first forward."""
         ...
 
-    def hang(self, hooks: Hooks, receive: Receive, targets: Callable[[Any], None]) -> tuple[Tap, list[str]]:
+    def hang(self, hooks: Hooks, receive: Receive, targets: Callable[[Any], None]) -> tuple[HungTaps, list[str]]:
         """Hang the sites, and `targets` where the verifier's logits over the draft vocabulary are seen.
 
         Returns:

@@ -77,9 +77,10 @@ def first_line(error: Exception) -> str:
 
 
 def target_tensor(target: Path, name: str) -> Any:
-    """The tensor of a target whose name ends in `name`, None if there is none; raises CheckpointError for damaged files.
+    """The tensor of a target whose name ends in `name`, the shortest such name; None if there is none.
 
-    A target of several models has the language model's first.
+    Raises:
+        CheckpointError: a file is damaged.
     """
     for file in weight_files(target):
         with weights(file) as tensors:

@@ -104,6 +104,11 @@ NAMES = [
     "aux_norm_low.weight",
     "model.model.fc.weight",
     "verifier_norm.weight",
+    "draft.d2t",
+    "eagle3.t2d",
+    "my_midlayer.weight",
+    "layers.0.midlayer_x.weight",
+    "model.midlayer.mlp.down_proj.weight",
 ]
 TARGETS = [
     ("llama", "LlamaForCausalLM"),

@@ -11,27 +11,21 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from eagle_trace.recording import names as recorded
 from eagle_trace_analysis.checkpoint import accepts
 
 ENGINE = "SGLang 0.5.23"
+#: what a stored name means, and what a fused tensor fills: the same for the recorders
+canonical_name = recorded.canonical_name
+STACKED = recorded.FUSED
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 #: what vLLM calls a draft with the very same layer
 VLLM_NAMES = frozenset({
     "Eagle3LlamaForCausalLM", "Eagle3Qwen3ForCausalLM", "Eagle3Qwen2_5vlForCausalLM", "Eagle3Qwen3vlForCausalLM",
 })  # fmt: skip
 
-#: replaced anywhere in a stored name before anything else
-LEGACY_NAMES = {
-    "midlayer": "layers.0",
-    "aux_norm_low": "fc_norm.0",
-    "aux_norm_mid": "fc_norm.1",
-    "aux_norm_high": "fc_norm.2",
-}
 #: no draft has more layers; a config that counts more is wrong, and its parameters are not all listed
 MOST_LAYERS = 1000
-#: parts of a fused parameter, in its order
-STACKED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-
 #: target classes that shift layer ids only if the first is 1, and take any other list as it is
 SHIFT_IF_FIRST_IS_1 = frozenset({
     "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM",
@@ -264,17 +258,6 @@ def parameters(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def canonical_name(name: str) -> str:
-    """Speculators' name of a stored tensor, by the renames the engine applies on loading."""
-    for old, new in LEGACY_NAMES.items():
-        name = name.replace(old, new)
-    if "d2t" in name:
-        return "d2t"
-    if "t2d" in name:
-        return "t2d"
-    return name.removeprefix("model.")
-
-
 def layer_of(name: str) -> int | None:
     """The decoder layer a stored tensor belongs to, None for one outside the layers."""
     found = re.match(r"layers\.(\d+)\.", canonical_name(name))
@@ -301,17 +284,11 @@ def entering_norm(name: str) -> str | None:
 def destinations(name: str, known: Collection[str]) -> tuple[str, ...]:
     """The parameters (keys of `parameters`) a stored tensor is loaded into; none if it is dropped.
 
-    A fused tensor (`qkv_proj`, `gate_up_proj`) fills all of its parts. `d2t` and `t2d` are returned as such:
-    the first
+    A fused tensor (`qkv_proj`, `gate_up_proj`) fills all of its parts. `d2t` and `t2d` are returned as such: the first
     becomes hot_token_id, the second is ignored on purpose.
     """
-    if name.startswith("model.lm_head"):
-        return ()  # the head is the one parameter outside `model.`
     canonical = canonical_name(name)
     if canonical in known or canonical in ("d2t", "t2d"):
         return (canonical,)
-    for fused, parts in STACKED.items():
-        if f".{fused}." in canonical:
-            names = tuple(canonical.replace(fused, part) for part in parts)
-            return names if all(part in known for part in names) else ()
-    return ()
+    names = recorded.fills(name)
+    return names if all(part in known for part in names) else ()
