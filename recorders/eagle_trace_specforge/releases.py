@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from importlib.metadata import version
 
 from eagle_trace.errors import HostError
@@ -27,8 +28,9 @@ def check_release() -> list[str]:
     """
     way_out = f"supported is {', '.join(TESTED)}: pip install --no-deps 'specforge=={TESTED[0]}'"
     try:
-        import specforge.modeling.draft  # noqa: F401 (registers the draft classes)
-
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that flash_attn is not there
+            import specforge.modeling.draft  # noqa: F401 (registers the draft classes)
         lacking = [f"{module}.{name}" for module, names in NEEDED for name in names if not _has(module, name)]
         if not lacking:
             from specforge.algorithms.eagle3.model import OnlineEagle3Model

@@ -58,7 +58,7 @@ def read_draft_config(draft: Path) -> Eagle3SpeculatorConfig:
         if "eagle_config" in data or "Eagle" in str(data.get("architectures")):
             raise CheckpointError(
                 f"{draft} is a draft in SGLang's flat format: give the folder that speculators saved, "
-                "whose config.json has a transformer_layer_config"
+                "whose config.json has a transformer_layer_config, or record it with --host specforge"
             )
         raise CheckpointError(f"{draft} is no speculators draft: its config.json has no speculators_model_type")
     if kind != "eagle3":

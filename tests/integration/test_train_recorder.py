@@ -662,7 +662,7 @@ FAULTS: dict[str, tuple[Callable[[Pair, Path], dict[str, Any]], type[EagleTraceE
         CheckpointError,
         "prompt p0",
     ),
-    "stored for another draft": (_folder(layers=2), CheckpointError, "holds 2 layers"),
+    "stored for another draft": (_folder(layers=2), CheckpointError, "made for another draft"),
     "neither prompts nor replay": (lambda _p, _f: {"prompts": None}, UsageError, "one of --prompts"),
     "serve without replay": (lambda _p, _f: {"features": "serve"}, UsageError, "--replay"),
     "compute without target": (lambda _p, _f: {"target": None}, UsageError, "give --target"),
