@@ -15,6 +15,7 @@ import typer
 from typer.core import TyperGroup
 
 from eagle_trace.cli.check import check
+from eagle_trace.cli.compare import compare
 from eagle_trace.cli.demo import demo
 from eagle_trace.cli.diff import diff
 from eagle_trace.cli.export import export
@@ -71,6 +72,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.command()(compare)
 app.command()(record)
 app.command()(diff)
 app.command()(show)

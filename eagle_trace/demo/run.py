@@ -75,7 +75,7 @@ def diff_all(traces: DemoTraces) -> tuple[Diff, Diff]:
     """The training forward against the healthy and against the broken server."""
     from eagle_trace import open_trace
     from eagle_trace_analysis import diff
-    from eagle_trace_analysis.diagnose import diagnosed
+    from eagle_trace_analysis.diagnosis.diagnose import diagnosed
 
     train, healthy, broken = (open_trace(path) for path in (traces.train, traces.healthy, traces.broken))
     return diagnosed(diff(train, healthy), train, healthy), diagnosed(diff(train, broken), train, broken)

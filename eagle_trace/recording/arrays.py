@@ -39,6 +39,7 @@ def capture_rows(tensor: Any, level: str, shard: Shard | None = None) -> Array |
     return to_rows(tensor)
 
 
+@np.errstate(invalid="ignore", over="ignore")  # garbage weights make infinite logits
 def log_softmax(logits: Array) -> Array:
     """Log-softmax over the last axis in float32 [T, V]."""
     x = logits.astype(np.float32)

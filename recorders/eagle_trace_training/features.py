@@ -10,8 +10,6 @@ from typing import Any, Protocol
 import ml_dtypes
 import numpy as np
 import torch
-from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM
 
 from eagle_trace.capture import Array, sample_channels
 from eagle_trace.errors import CheckpointError, UsageError
@@ -20,6 +18,7 @@ from eagle_trace.recording.hooks import Hooks
 from eagle_trace_training.host import Sample, TrainingHost
 from eagle_trace_training.numerics import DTYPES, computing_in, quiet, raise_dtype
 from eagle_trace_training.replay import Task
+from eagle_trace_training.target_model import decoder_of, load_target
 
 Progress = Callable[[str], None]
 
@@ -83,17 +82,8 @@ class ComputedFeatures:
     ) -> None:
         dtype, reference = precision.dtype, precision.reference
         with quiet():
-            try:
-                model = AutoModelForCausalLM.from_pretrained(target, dtype=DTYPES[dtype], attn_implementation="sdpa")
-            except (RuntimeError, ValueError, OSError, KeyError, SafetensorError) as error:
-                raise CheckpointError(
-                    f"transformers cannot load the target {target}: {str(error).splitlines()[0]}"
-                ) from error
-        decoder = model.to(precision.device).eval().get_decoder()
-        if not hasattr(decoder, "layers") or not hasattr(decoder, "norm"):
-            raise CheckpointError(
-                f"the target {target} ({type(model).__name__}) has no decoder layers to take features from"
-            )
+            model = load_target(target, DTYPES[dtype])
+        decoder = decoder_of(model.to(precision.device).eval(), target)
         progress(f"target features of {len(tasks)} prompts in {dtype}")
         self.layers = LayerSamples(decoder, sum(max(0, len(task.token_ids) - 1) for task in tasks))
         with self.layers:

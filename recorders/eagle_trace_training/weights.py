@@ -57,7 +57,8 @@ def target_config(target: Path) -> Any:
     if not target.is_dir():
         raise CheckpointError(f"there is no target at {target}: no such folder")
     try:
-        config = AutoConfig.from_pretrained(str(target))
+        # never the code that lies in the folder: transformers would ask on the terminal, and wait
+        config = AutoConfig.from_pretrained(str(target), trust_remote_code=False)
     except (ValueError, OSError, KeyError) as error:
         raise CheckpointError(f"cannot read the config of the target {target}: {first_line(error)}") from error
     return getattr(config, "text_config", config)

@@ -18,7 +18,7 @@ from eagle_trace.errors import CheckpointError
 from eagle_trace_analysis import Diff, diff
 from eagle_trace_analysis.checkpoint.check import check
 from eagle_trace_analysis.checkpoint.export import SECOND_NAMES, export
-from eagle_trace_analysis.diagnose import diagnosed
+from eagle_trace_analysis.diagnosis.diagnose import diagnosed
 from tests.support import faults
 from tests.support.tiny_speculators import Pair, random_prompts, write_pair, write_prompts
 from tests.support.verdicts import expect

@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from eagle_trace import Trace, open_trace
 from eagle_trace.prompts import read_prompts
 from eagle_trace_analysis import Diff, diff
-from eagle_trace_analysis.diagnose import diagnosed
+from eagle_trace_analysis.diagnosis.diagnose import diagnosed
 from tests.support import engine_faults, faults
 from tests.support.pairs import DRAFT, TARGET
 from tests.support.relevel import expect_the_same_at_sketch

@@ -19,7 +19,7 @@ from eagle_trace import Trace
 from eagle_trace.recording.names import canonical_name
 from eagle_trace.recording.params import parameter_row
 from eagle_trace_analysis import diff
-from eagle_trace_analysis.params import same
+from eagle_trace_analysis.comparison.params import same
 from sglang_cpu_eagle import cpu_environment
 from tests.support.pairs import TARGET
 

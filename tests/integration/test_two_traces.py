@@ -8,7 +8,7 @@ import pytest
 
 from eagle_trace import Trace
 from eagle_trace_analysis import Diff, diff
-from eagle_trace_analysis.diagnose import diagnosed
+from eagle_trace_analysis.diagnosis.diagnose import diagnosed
 from eagle_trace_analysis.report.text import render
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
