@@ -27,6 +27,7 @@ from eagle_trace.manifest import Manifest
 from eagle_trace.recorder import Hooks
 from eagle_trace.store import as_place
 from eagle_trace.writer import TraceWriter
+from eagle_trace_sglang.captured import target_facts
 from eagle_trace_sglang.graphs import has_graphs, hook_graph_boundaries, run_eagerly
 from eagle_trace_sglang.layers import draft_layers
 from eagle_trace_sglang.orders import Order
@@ -115,6 +116,7 @@ class ServeRecorder:
             "device": str(self._worker.device),
             "dtype": str(runner.dtype).removeprefix("torch."),
             "architecture": type(self._model).__name__,
+            "target_model": target_facts(target.model),
             "algorithm": str(get_spec().speculative_algorithm),
             "steps": int(self._worker.speculative_num_steps),
             "topk": int(self._worker.topk),

@@ -23,7 +23,7 @@ FACTS = {
     "packages": {}, "target": "org/target", "draft": "org/draft", "device": "cpu", "dtype": "float32",
     "architecture": "x", "algorithm": "EAGLE3", "steps": 3, "topk": 1, "draft_tokens": 4, "prefix_cache": True,
     "ranks": 1, "replicas": 1, "partial_sums": [], "dropped_keys": [], "target_hidden_size": 4, "fused_mlp": False,
-    "warnings": [], "missing": [],
+    "target_model": {}, "warnings": [], "missing": [],
 }  # fmt: skip
 
 
