@@ -13,17 +13,17 @@ from typing import Any
 import pytest
 
 from eagle_trace.errors import HostError, OutputExistsError, RecordingError, UsageError
-from eagle_trace_sglang import control as module
-from eagle_trace_sglang.control import Control
-from eagle_trace_sglang.orders import Order
+from eagle_trace_serving import control as module
+from eagle_trace_serving.control import Control
+from eagle_trace_serving.orders import Order
+from eagle_trace_serving.session import connect
 from eagle_trace_sglang.plugin import SESSION
-from eagle_trace_sglang.session import connect
 
 FACTS = {
     "packages": {}, "target": "org/target", "draft": "org/draft", "device": "cpu", "dtype": "float32",
     "architecture": "x", "algorithm": "EAGLE3", "steps": 3, "topk": 1, "draft_tokens": 4, "prefix_cache": True,
     "ranks": 1, "replicas": 1, "partial_sums": [], "dropped_keys": [], "target_hidden_size": 4, "fused_mlp": False,
-    "target_model": {}, "warnings": [], "missing": [],
+    "warnings": [], "missing": [],
 }  # fmt: skip
 
 
