@@ -15,7 +15,7 @@ from eagle_trace import Trace, open_trace
 from eagle_trace.errors import TraceDamagedError
 from eagle_trace.manifest import Manifest
 from eagle_trace_analysis import diff
-from eagle_trace_analysis.diagnose import diagnose
+from eagle_trace_analysis.diagnosis.diagnose import diagnose
 from eagle_trace_sglang.captured import target_facts
 
 GOLDEN = Path(__file__).parents[1] / "golden"
