@@ -8,9 +8,15 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import pkgutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 PACKAGES = ("sglang.srt.models", "sglang.srt.multimodal.processors")
+ROOT = Path(__file__).parents[2]
 
 
 def unimported() -> dict[str, str]:
@@ -26,5 +32,18 @@ def unimported() -> dict[str, str]:
     return failed
 
 
+def unimported_in(python: Sequence[str]) -> dict[str, str]:
+    """The same in a process of its own, started by ``python MODULE``."""
+    from sglang_cpu_eagle import cpu_environment
+
+    environment = cpu_environment(os.environ)
+    environment["PYTHONPATH"] = os.pathsep.join([environment["PYTHONPATH"], str(ROOT)])
+    ended = subprocess.run(
+        [*python, "tests.support.unimported"], env=environment, capture_output=True, text=True, check=True
+    )
+    found: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
+    return found
+
+
 if __name__ == "__main__":
-    print(json.dumps(unimported()))
+    print(json.dumps(unimported()), flush=True)
