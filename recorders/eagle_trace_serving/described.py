@@ -19,7 +19,7 @@ def server_manifest(order: Order, facts: dict[str, Any]) -> Manifest:
         raise UsageError(ONE_REPLICA)
     manifest = Manifest("serve", order.level, "sglang", packages=dict(facts["packages"]))
     manifest.target, manifest.draft = _checkpoint(facts["target"]), _checkpoint(facts["draft"])
-    manifest.target |= target_sample(Path(facts["target"])) | facts.get("target_model", {})
+    manifest.target |= target_sample(Path(facts["target"]))
     manifest.dtype, manifest.device = facts["dtype"], facts["device"]
     manifest.draft |= {name: facts[name] for name in ("architecture", "dropped_keys")}
     manifest.created = datetime.now(UTC).isoformat(timespec="seconds")

@@ -116,7 +116,6 @@ class ServeRecorder:
             "device": str(self._worker.device),
             "dtype": str(runner.dtype).removeprefix("torch."),
             "architecture": type(self._model).__name__,
-            "target_model": target_facts(target.model),
             "algorithm": str(get_spec().speculative_algorithm),
             "steps": int(self._worker.speculative_num_steps),
             "topk": int(self._worker.topk),
@@ -192,6 +191,8 @@ class ServeRecorder:
     def _begin(self, number: int, order: Order, manifest: Manifest) -> None:
         manifest.rank = manifest.tp_rank = self._rank
         manifest.ranks = self._ranks
+        # only now: SGLang tells its target which layers to capture after the draft was loaded
+        manifest.target |= target_facts(self._worker.target_worker.model_runner.model)
         writer = TraceWriter(as_place(order.out), manifest, max_bytes=order.max_bytes, max_wait=order.max_wait)
         hooks = Hooks()
         try:

@@ -55,7 +55,7 @@ def recorder(main: Main, monkeypatch: pytest.MonkeyPatch) -> Iterator[ServeRecor
     monkeypatch.setattr(ServeRecorder, "_params", lambda _: [])
     monkeypatch.setattr(module, "has_graphs", lambda _: False)
     monkeypatch.setattr(module, "run_eagerly", lambda *_: None)
-    target = SimpleNamespace(model_config=SimpleNamespace(hidden_size=4))
+    target = SimpleNamespace(model_config=SimpleNamespace(hidden_size=4), model_runner=SimpleNamespace(model=None))
     worker = SimpleNamespace(draft_runner=SimpleNamespace(model=None), target_worker=target, hot_token_id=None)
     made = ServeRecorder(worker, main.other)
     threading.Thread(target=made._obey, daemon=True).start()
