@@ -68,6 +68,7 @@ class Recording:
         self._admitted = Admitted(order.admission)
         self._tracker = RowTracker()
         self._requests: dict[str, Any] = {}
+        self._with_media = 0
         self._call: _Call | None = None
         # rows go out and the recording is closed from different threads
         self._lock = threading.Lock()
@@ -77,6 +78,10 @@ class Recording:
 
     def arrived(self, request: Any) -> None:
         """A request (SGLang's `Req`) was queued."""
+        if getattr(request, "multimodal_inputs", None) is not None:
+            # the embeddings of its image are in no trace, so training could not be given them
+            self._with_media += self._admitted.admission.wants(request.rid)
+            return
         if self._admitted.take(request.rid, request.origin_input_ids):
             self._tracker.admit(request.rid, self._admitted.ids[request.rid])
             self._requests[request.rid] = request
@@ -315,6 +320,10 @@ class Recording:
 
     def _note_what_is_missing(self, prompts: list[dict[str, Any]]) -> None:
         manifest = self.writer.manifest
+        if self._with_media:
+            rows = f"{self._with_media} requests that came with an image, a video or sound"
+            why = "training is given tokens alone, so these were passed over: record the prompts as text"
+            manifest.not_materialised.append({"site": "*", "rows": rows, "why": why})
         cached = {row["prompt_id"]: row["cached_tokens"] for row in prompts if row["cached_tokens"]}
         if cached:
             rows = f"the first rows of {len(cached)} prompts ({sum(cached.values())} rows)"

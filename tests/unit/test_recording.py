@@ -82,3 +82,19 @@ def test_a_request_under_the_id_of_one_that_ended_is_another_one(tmp_path: Path)
     trace = open_trace(tmp_path / "s.trace")
     assert trace.rows.root.tolist() == [0, 1, 2]
     assert [list(ids) for ids in trace.prompts.token_ids] == [[1, 2, 3, 12]]
+
+
+def test_a_request_with_an_image_is_passed_over_and_counted(tmp_path: Path) -> None:
+    recording = record(tmp_path / "s.trace", requests=1, match="a*")
+    for rid in ("a1", "other"):
+        seen = request(rid)
+        seen.multimodal_inputs = SimpleNamespace(mm_items=["an image"])
+        recording.arrived(seen)
+    assert not recording.counts["requests"]
+    recording.arrived(request("a2"))
+    assert recording.counts["requests"] == 1, "one that was passed over takes nobody's place"
+    recording.seal({})
+
+    manifest = open_trace(tmp_path / "s.trace").manifest
+    (left_out,) = [one for one in manifest.not_materialised if "image" in one["rows"]]
+    assert left_out["rows"].startswith("1 requests that came with an image")
