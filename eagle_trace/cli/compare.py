@@ -18,7 +18,7 @@ from eagle_trace.manifest import without_secrets
 from eagle_trace.printable import printable
 
 if TYPE_CHECKING:
-    from eagle_trace.jobs.comparison import Asked, Comparison
+    from eagle_trace.jobs.comparison import Asked
     from eagle_trace.jobs.workspace import Workspace
     from eagle_trace.reader import Trace
     from eagle_trace_analysis import Diff
@@ -36,11 +36,15 @@ def compare(
     ] = None,
     deployed: Annotated[
         Path | None,
-        typer.Option(help="Draft as it is served (SGLang's format). Without it, TRAINED is exported.", show_default=False),
+        typer.Option(
+            help="Draft as it is served (SGLang's format). Without it, TRAINED is exported.", show_default=False
+        ),
     ] = None,
     prompts: Annotated[
         Path | None,
-        typer.Option(help="JSON lines with prompt, messages or input_ids. Without it: eight of our own.", show_default=False),
+        typer.Option(
+            help="JSON lines with prompt, messages or input_ids. Without it: eight of our own.", show_default=False
+        ),
     ] = None,
     host: Annotated[
         list[str] | None, typer.Option(help="Server to start; two are compared with each other.", show_default=False)
@@ -62,7 +66,9 @@ def compare(
         ),
     ] = None,
     api_key: Annotated[str | None, typer.Option(help="against: the server's API key.", envvar=API_KEY)] = None,
-    admin_api_key: Annotated[str | None, typer.Option(help="against: the server's admin key.", envvar=ADMIN_KEY)] = None,
+    admin_api_key: Annotated[
+        str | None, typer.Option(help="against: the server's admin key.", envvar=ADMIN_KEY)
+    ] = None,
     report: Annotated[Path | None, typer.Option(help="Write an HTML report, too.", show_default=False)] = None,
     keep: Annotated[
         Path | None, typer.Option(help="Keep traces and the exported draft in this folder.", show_default=False)
@@ -79,7 +85,8 @@ def compare(
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts sent at once.")] = 8,
     level: Annotated[Level, typer.Option(help="How much to keep of each row.")] = Level.values,
     minimum_share: Annotated[
-        float, typer.Option(min=0.0, max=1.0, help="Share of the server's comparable rows that must be matched to agree.")
+        float,
+        typer.Option(min=0.0, max=1.0, help="Share of the server's comparable rows that must be matched to agree."),
     ] = 0.5,
     verbose: Annotated[
         bool, typer.Option("--verbose", "-v", help="All that was checked, compared, ruled out and not tested, too.")
@@ -140,7 +147,7 @@ def _run(
             reference, other = comparison.record()
         except EagleTraceError as error:
             progress.clear()
-            raise _explained(error, comparison, checked, workspace) from error
+            raise _explained(error, checked, workspace) from error
         return comparison.diff(reference, other, minimum_share=minimum_share), reference, other
 
 
@@ -160,9 +167,7 @@ def _tell_stopped(found: list[Finding]) -> None:
     render_stop(found, PlainConsole())
 
 
-def _explained(
-    error: EagleTraceError, comparison: Comparison, checked: CheckResult, workspace: Workspace
-) -> EagleTraceError:
+def _explained(error: EagleTraceError, checked: CheckResult, workspace: Workspace) -> EagleTraceError:
     """A recording that failed, with what the checks have to say of it, and what is kept of the run."""
     from eagle_trace.jobs.comparison import failures
 

@@ -106,8 +106,8 @@ def diff(
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     from eagle_trace.reader import open_trace
     from eagle_trace_analysis import diff as compare
-    from eagle_trace_analysis.report.json import to_json_text
     from eagle_trace_analysis.report.ending import next_command
+    from eagle_trace_analysis.report.json import to_json_text
     from eagle_trace_analysis.report.text import print_diff, print_ending, render
 
     check_out(out, force=force)
@@ -152,7 +152,7 @@ def _executor(workers: int | None, scheduler: str | None) -> AbstractContextMana
 
 
 def check_out(out: Path | None, *, force: bool) -> None:
-    """Find out before the comparison, not after it, that the report cannot be written (OutputExistsError, UsageError)."""
+    """Raises OutputExistsError or UsageError before the comparison, not after it, if no report can be written there."""
     if out is None:
         return
     if out.exists() and not force:

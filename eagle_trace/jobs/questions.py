@@ -37,7 +37,7 @@ def write_prompts(target: Path, path: Path) -> str:
     """
     config = text_config(read_config(target))
     if not any((target / name).is_file() for name in TOKENIZERS):
-        chosen = random.Random(0)  # noqa: S311 (the same prompts every time)
+        chosen = random.Random(0)
         most = max(2, int(config.get("vocab_size") or 2))
         lines: list[dict[str, Any]] = [
             {"id": f"random-{length}", "input_ids": [chosen.randrange(most) for _ in range(length)]}
