@@ -192,8 +192,8 @@ class TraceWriter:
     def put_values(self, site: str, rows: Rows, values: Array | Reduced, shard: Shard | None = None) -> None:
         """Take the rows of one site: `values` [T, W] in the host's dtype, owned by the writer from now on.
 
-        Below level ``values`` they may also come reduced (`eagle_trace.recorder.capture_rows`). `shard` says which part
-        of the columns they are; None if this rank holds all of them.
+        Below level ``values`` they may also come reduced (`eagle_trace.recording.arrays.capture_rows`). `shard` says
+        which part of the columns they are; None if this rank holds all of them.
         """
         if len(rows) != len(values) or not (isinstance(values, Reduced) or values.ndim == 2):
             raise ValueError(f"{site}: {len(values)} rows of values for {len(rows)} rows")

@@ -15,7 +15,7 @@ from eagle_trace.errors import OutputExistsError, UsageError
 from eagle_trace.printable import printable
 
 if TYPE_CHECKING:
-    from eagle_trace_analysis.fold import Executor
+    from eagle_trace_analysis.comparison.fold import Executor
 
 
 class Format(StrEnum):
@@ -119,7 +119,7 @@ def diff(
         if out is None:
             raise UsageError("--format html needs a file to write to: --out report.html")
         require_plotly()
-    from eagle_trace_analysis.roles import in_order
+    from eagle_trace_analysis.pairing.roles import in_order
 
     train, serve = in_order(*(open_trace(path, allow_partial=allow_partial) for path in (reference, other)))
     lent = open_trace(floors, allow_partial=allow_partial) if floors is not None else None
@@ -129,7 +129,7 @@ def diff(
     with _executor(workers, scheduler) as executor:
         result = compare(train, serve, minimum_share=minimum_share, executor=executor, floors=lent)
     if diagnose:
-        from eagle_trace_analysis.diagnose import Checkpoints, diagnosed
+        from eagle_trace_analysis.diagnosis.diagnose import Checkpoints, diagnosed
 
         result = diagnosed(result, train, serve, Checkpoints(train_draft, serve_draft, target))
     if out is not None:
@@ -146,7 +146,7 @@ def diff(
 
 
 def _executor(workers: int | None, scheduler: str | None) -> AbstractContextManager[Executor]:
-    from eagle_trace_analysis.fold import Dask, Threads
+    from eagle_trace_analysis.comparison.fold import Dask, Threads
 
     return nullcontext(Threads(workers)) if scheduler is None else Dask(scheduler)
 

@@ -15,7 +15,7 @@ from eagle_trace.jobs.questions import write_prompts
 from eagle_trace.jobs.servers import Ask, Pair, Running, Server, installed
 from eagle_trace.jobs.workspace import Workspace
 from eagle_trace.reader import Trace, open_trace
-from eagle_trace.recorder import find_recorder
+from eagle_trace.recording.hosts import find_host
 
 if TYPE_CHECKING:
     from eagle_trace_analysis import Diff
@@ -211,7 +211,7 @@ class Comparison:
         if serve.manifest.recording and (found := self.workspace.find(TRAIN, inputs)) is not None:
             return self._again(TRAIN, found)
         self.workspace.forget(TRAIN)
-        find_recorder("train")(
+        find_host("trainer").record(
             target=self.asked.target, draft=draft, out=place, prompts=None, replay=serve.path, features="compute",
             steps=None, dtype="auto", device=ask.device, level=ask.level, max_bytes=None, force=True,
             argv=list(self.asked.argv), progress=lambda message: self.progress(f"training: {message}"),
@@ -234,7 +234,7 @@ class Comparison:
     def diff(self, reference: Trace, other: Trace, *, minimum_share: float) -> Diff:
         """Compare the two, and look for the cause."""
         from eagle_trace_analysis import diff
-        from eagle_trace_analysis.diagnose import Checkpoints, diagnosed
+        from eagle_trace_analysis.diagnosis.diagnose import Checkpoints, diagnosed
 
         self.progress("comparing")
         found = diff(reference, other, minimum_share=minimum_share, floors=self.floors)

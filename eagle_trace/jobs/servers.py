@@ -6,13 +6,13 @@ import json
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from importlib.metadata import PackageNotFoundError, entry_points, version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Protocol
 
 from eagle_trace.errors import HostError, UsageError
 from eagle_trace.jobs.fingerprint import of_environment
-from eagle_trace.recorder import find_recorder
+from eagle_trace.recording.hosts import find_host
 
 Progress = Callable[[str], None]
 
@@ -95,8 +95,8 @@ class Here:
     def record(self, pair: Pair, prompts: Path, ask: Ask, out: Path, progress: Progress) -> None:
         """Start it, record, end it."""
         options = asdict(ask)
-        options["sglang_args"] = options.pop("server_args")
-        find_recorder("serve")(
+        options["host_args"] = options.pop("server_args")
+        find_host("server", self.host).record(
             target=pair.target, draft=pair.needed_draft, prompts=prompts, out=out, force=True, progress=progress,
             **options,
         )  # fmt: skip
@@ -196,7 +196,9 @@ class Running:
         del pair
         if ask.server_args:
             raise UsageError("a server that runs already has its arguments: leave out what follows --")
-        find_recorder("attach")(
+        from eagle_trace_serving.record import attach
+
+        attach(
             url=self.url, out=out, prompts=prompts, api_key=self.api_key, admin_api_key=self.admin_api_key,
             max_new_tokens=ask.max_new_tokens, batch_size=ask.batch_size, temperature=ask.temperature,
             level=ask.level, force=True, progress=progress,
@@ -211,17 +213,15 @@ def servers_of(
     Raises:
         UsageError: more than two, or a host that is not installed.
     """
-    known = ["sglang", *sorted(entry_points(group="eagle_trace.hosts").names)]
     for host in hosts:
-        if host not in known:
-            raise UsageError(f"no recorder for the host {host!r}; installed: {', '.join(dict.fromkeys(known))}")
+        find_host("server", host)
     found: list[Server] = [Elsewhere(python) for python in environments]
     if hosts and environments:
         raise UsageError("--host starts a server here and --env one in another environment: give one of the two")
     found += [Here(host) for host in hosts]
     if against is not None:
         found.append(Running(against, **keys))
-    found = found or [Here("sglang")]
+    found = found or [Here(find_host("server").name)]
     if len(found) > 2:
         raise UsageError(f"{len(found)} servers were named: give one, or two to compare them with each other")
     if len(found) == 2 and found[0].called == found[1].called:

@@ -11,27 +11,13 @@ from typing import Any
 import numpy as np
 
 from eagle_trace.capture import Shard
-from eagle_trace.recorder import parameter_row, to_array
+from eagle_trace.recording.arrays import to_array
+from eagle_trace.recording.names import canonical_name
+from eagle_trace.recording.params import parameter_row
 from eagle_trace_sglang.ranks import key_value_heads, place, vocabulary_rows
 
-#: names older releases and checkpoints use, and their present ones
-LEGACY_NAMES = {
-    "midlayer.": "layers.0.",
-    "aux_norm_low.": "fc_norm.0.",
-    "aux_norm_mid.": "fc_norm.1.",
-    "aux_norm_high.": "fc_norm.2.",
-}
 #: what torch also saves beside a model, and SGLang leaves
 NOT_WEIGHTS = ("training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scaler.pt")
-
-
-def canonical_name(name: str) -> str:
-    """Speculators' name of a tensor in a checkpoint or in SGLang's module tree."""
-    name = name.removeprefix("model.")
-    for old, new in LEGACY_NAMES.items():
-        if name.startswith(old):
-            name = new + name.removeprefix(old)
-    return name
 
 
 def used_name(name: str) -> str | None:
@@ -111,7 +97,7 @@ def loaded_params(model: Any, hot_token_id: Any, stored: Set[str]) -> Iterator[d
     Args:
         model: the draft model.
         hot_token_id: the worker's draft-to-target map [draft vocabulary] as ids, or None; recorded as offsets (`d2t`).
-        stored: canonical names of the tensors in the checkpoint.
+        stored: canonical names of the parameters that the checkpoint's tensors fill (`names.fills`).
     """
     for host_name, parameter in model.named_parameters():
         owner = model.get_submodule(host_name.rpartition(".")[0])

@@ -12,11 +12,12 @@ from torch.overrides import TorchFunctionMode
 
 from eagle_trace.capture import Array
 from eagle_trace.errors import HostError
-from eagle_trace.recorder import Hooks, to_array
+from eagle_trace.recording.arrays import to_array
+from eagle_trace.recording.hooks import Hooks
 from eagle_trace.sites import fused_slices
-from eagle_trace_speculators.documents import Pack
 from eagle_trace_speculators.hooks import SiteTap
 from eagle_trace_speculators.load import DTYPES, LoadedDraft
+from eagle_trace_training.documents import Pack
 
 #: receives (step, site, rows [captured rows, W]) of every value site
 Take = Callable[[int, str, Array], None]

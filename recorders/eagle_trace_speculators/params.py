@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Set
 from typing import Any
 
-from eagle_trace.recorder import parameter_row
+from eagle_trace.recording.names import canonical_name
+from eagle_trace.recording.params import parameter_row
 
 #: training's own targets, no part of the draft forward and never in a checkpoint
 NOT_DRAFT = ("verifier_lm_head.", "verifier_norm.")
@@ -24,4 +25,5 @@ def loaded_params(model: Any, stored: Set[str] | None) -> Iterator[dict[str, Any
         stored: names of the tensors in the checkpoint, None for a model in training, which has none.
     """
     for name, tensor in draft_tensors(model).items():
-        yield parameter_row(name, name, tensor, in_checkpoint=None if stored is None else name in stored)
+        in_checkpoint = None if stored is None else name in stored
+        yield parameter_row(name, canonical_name(name), tensor, in_checkpoint=in_checkpoint)

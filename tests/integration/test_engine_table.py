@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from eagle_trace_analysis.checkpoint import engine
+from eagle_trace_analysis.engines.sglang import engine
 from sglang_cpu_eagle import cpu_environment
 from tests.support import checkpoints as make
 
@@ -104,6 +104,11 @@ NAMES = [
     "aux_norm_low.weight",
     "model.model.fc.weight",
     "verifier_norm.weight",
+    "draft.d2t",
+    "eagle3.t2d",
+    "my_midlayer.weight",
+    "layers.0.midlayer_x.weight",
+    "model.midlayer.mlp.down_proj.weight",
 ]
 TARGETS = [
     ("llama", "LlamaForCausalLM"),

@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 
 
 def test_hooks_come_off_also_after_an_error() -> None:
-    from eagle_trace.recorder import Hooks
+    from eagle_trace.recording.hooks import Hooks
 
     module = torch.nn.Linear(2, 2)
     seen: list[Any] = []
@@ -37,7 +37,7 @@ def test_hooks_come_off_also_after_an_error() -> None:
 
 
 def test_a_copy_does_not_change_when_the_host_writes_in_place() -> None:
-    from eagle_trace.recorder import to_array
+    from eagle_trace.recording.arrays import to_array
 
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         tensor = torch.ones(3, 4, dtype=dtype)

@@ -1,9 +1,9 @@
 """The demo pair run in numpy on both sides, with faults on request, as real traces.
 
 Target and draft are those that ship with eagle-trace, so weights and text are real; the forward is written here a
-second time, apart from the analysis (`eagle_trace_analysis.steps`), and rounds to the trace's dtype at every site. The
-serve side works like a server: it drafts, verifies against the target's greedy continuation, and keeps one cache slot
-a position, so that a fault of the cache can be planted where it would be.
+second time, apart from the analysis (`eagle_trace_analysis.replay.families`), and rounds to the trace's dtype at every
+site. The serve side works like a server: it drafts, verifies against the target's greedy continuation, and keeps one
+cache slot a position, so that a fault of the cache can be planted where it would be.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from eagle_trace.checkpoints import target_sample
 from eagle_trace.manifest import Manifest
 from eagle_trace.prompts import prompts_digest
 from eagle_trace.reader import Trace, open_trace
-from eagle_trace.recorder import best_ids, parameter_row
+from eagle_trace.recording.arrays import best_ids
+from eagle_trace.recording.params import parameter_row
 from eagle_trace.writer import TraceWriter, prepare_output
 from tests.support.numpy_target import (
     F64,

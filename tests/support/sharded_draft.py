@@ -47,7 +47,7 @@ def _held(draft: Path) -> dict[str, Any]:
     sites = {site.name: shard_of(site.name, model) for site in draft_sites(3, 1)}
     held = {
         "sites": {name: asdict(shard) if shard else None for name, shard in sites.items()},
-        "params": list(loaded_params(model, model.hot_token_id, checkpoint_names(draft).keys())),
+        "params": list(loaded_params(model, model.hot_token_id, set(checkpoint_names(draft)))),
         "partial": partial_sums(model),
     }
     model.model.layers[0].self_attn.o_proj.reduce_results = False

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from eagle_trace.errors import HostError
 from eagle_trace.manifest import Manifest
-from eagle_trace.recorder import Hooks
+from eagle_trace.recording.hooks import Hooks
 from eagle_trace.sites import draft_sites
 from eagle_trace_sglang.layers import draft_layers
 from eagle_trace_sglang.params import used_name

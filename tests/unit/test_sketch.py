@@ -15,7 +15,7 @@ from eagle_trace import open_trace
 from eagle_trace.capture import Rows, dtype_name, row_statistics
 from eagle_trace.errors import TraceError
 from eagle_trace.manifest import Manifest
-from eagle_trace.recorder import capture_rows
+from eagle_trace.recording.arrays import capture_rows
 from eagle_trace.sketch import (
     BUCKETS,
     STORED_NORM,

@@ -14,8 +14,8 @@ from rich.text import Text
 
 from eagle_trace.printable import printable
 from eagle_trace.reader import Trace
-from eagle_trace_analysis.diagnose import CauseVerdict, Diagnosis
-from eagle_trace_analysis.result import AcceptLength, Diff
+from eagle_trace_analysis.comparison.result import AcceptLength, Diff
+from eagle_trace_analysis.diagnosis.diagnose import CauseVerdict, Diagnosis
 
 #: lines of the ending, and what of a cause is said in it
 MOST_LINES = 12

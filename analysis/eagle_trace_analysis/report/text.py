@@ -14,13 +14,13 @@ from rich.text import Text
 
 from eagle_trace.printable import printable
 from eagle_trace.terminal import PlainConsole
-from eagle_trace_analysis.diagnose import Diagnosis
-from eagle_trace_analysis.metrics import IdMetrics, Metrics
-from eagle_trace_analysis.pairs import Coverage, skipped_because
+from eagle_trace_analysis.comparison.metrics import IdMetrics, Metrics
+from eagle_trace_analysis.comparison.result import AcceptLength, Diff, Divergence, SiteResult
+from eagle_trace_analysis.diagnosis.diagnose import Diagnosis
+from eagle_trace_analysis.pairing.pairs import Coverage, skipped_because
+from eagle_trace_analysis.pairing.roles import Roles
 from eagle_trace_analysis.report.ending import STYLE, ending, holds_all
 from eagle_trace_analysis.report.verdicts import print_confirmed, print_rest, replay_lines
-from eagle_trace_analysis.result import AcceptLength, Diff, Divergence, SiteResult
-from eagle_trace_analysis.roles import Roles
 
 WIDTH = 80
 #: rows of the table of sites where not everything was asked for

@@ -8,9 +8,9 @@ from rich.console import Console
 from rich.text import Text
 
 from eagle_trace.printable import printable
-from eagle_trace_analysis.diagnose import CauseVerdict, Diagnosis
-from eagle_trace_analysis.replay import Replayed
-from eagle_trace_analysis.roles import Roles
+from eagle_trace_analysis.diagnosis.diagnose import CauseVerdict, Diagnosis
+from eagle_trace_analysis.pairing.roles import Roles
+from eagle_trace_analysis.replay.replay import Replayed
 
 INDENT, NAME_WIDTH = 2, 24
 

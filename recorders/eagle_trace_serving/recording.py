@@ -1,0 +1,360 @@
+"""One recording inside SGLang's scheduler process: from the requests it takes to the rows it hands to the writer.
+
+A whole forward is handed over at once, so that a recording that ends between two sites of a call keeps none of that
+call. The scheduler's thread runs everything here but `close`.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+from functools import cache, partial
+from typing import Any
+
+import numpy as np
+
+from eagle_trace.capture import Array, Rows
+from eagle_trace.prompts import prompts_digest
+from eagle_trace.recording.arrays import best_ids, capture_rows, to_array, to_rows
+from eagle_trace.sites import fused_slices
+from eagle_trace.sketch import Reduced
+from eagle_trace.writer import TraceWriter
+from eagle_trace_serving.admission import Admitted
+from eagle_trace_serving.draft_rows import DraftCall, Index, RowTracker, tree_parents
+from eagle_trace_serving.orders import Order
+from eagle_trace_sglang.sites import shard_of
+
+TOPK = 10
+#: forward modes of the draft whose rows are data; an idle or prebuilt batch computes nothing of a request
+RECORDED_MODES = ("EXTEND", "MIXED", "DECODE", "DRAFT_EXTEND_V2")
+
+
+@dataclass
+class _Call:
+    """One forward of the draft that is being captured."""
+
+    facts: DraftCall
+    rows: Rows
+    index: Index
+    whole: bool
+    #: rows of the call that a tensor of fewer rows than tokens holds, one a request
+    picked: Index
+    captures: dict[str, Array | Reduced] = field(default_factory=dict)
+    #: sites of which there are only the rows `picked`
+    at_picked: set[str] = field(default_factory=set)
+    shapes: dict[str, tuple[list[int], str]] = field(default_factory=dict)
+
+
+class Recording:
+    """Takes requests, captures the draft's forwards of them, writes the trace.
+
+    Args:
+        order: what to record.
+        writer: takes the rows.
+        model: the draft; says which part of a site this rank computes.
+        target_width: width of one target layer's features.
+        hot_token_id: the worker's draft-to-target map, or None.
+    """
+
+    def __init__(self, order: Order, writer: TraceWriter, model: Any, target_width: int, hot_token_id: Any) -> None:
+        self.order = order
+        self.writer = writer
+        self.calls = 0
+        self.rows = 0
+        self._shard_of = cache(lambda site: shard_of(site, model))
+        self._wanted = cache(self._is_wanted)
+        self._target_width = target_width
+        self._hot_token_id = hot_token_id
+        self._admitted = Admitted(order.admission)
+        self._tracker = RowTracker()
+        self._requests: dict[str, Any] = {}
+        self._call: _Call | None = None
+        # rows go out and the recording is closed from different threads
+        self._lock = threading.Lock()
+        self._closed = False
+
+    # ---- requests ---------------------------------------------------------------------------------------------
+
+    def arrived(self, request: Any) -> None:
+        """A request (SGLang's `Req`) was queued."""
+        if self._admitted.take(request.rid, request.origin_input_ids):
+            self._tracker.admit(request.rid, self._admitted.ids[request.rid])
+            self._requests[request.rid] = request
+            # written again when it has ended: a server that is killed in between leaves its rows with their prompt.
+            # Digest and text of a long prompt take time, so the writer's thread makes them
+            self.writer.put_record("prompts", partial(self._new_prompt, request.rid, request))
+
+    def ended(self, request: Any) -> None:
+        """A request was answered or aborted."""
+        if request.rid in self._requests and request.rid not in self._admitted.ended:
+            self._admitted.ended.add(request.rid)
+            self._tracker.leave(request.rid)
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing is left to record: every request ended, or the byte budget is spent."""
+        return self._admitted.done or (self.writer.failure is None and not self.writer.accepting)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Requests taken and ended, forwards and draft rows recorded so far."""
+        admitted = self._admitted
+        counts = {"requests": len(admitted.ids), "ended": len(admitted.ended)}
+        return counts | {"calls": self.calls, "rows": self.rows}
+
+    @property
+    def outcome(self) -> dict[str, Any]:
+        """The counts of a sealed recording, what this rank wrote of it, and why it ended early."""
+        manifest = self.writer.manifest
+        written = sum(facts["bytes"] for facts in manifest.files.values()) + len(manifest.to_bytes())
+        files = {"bytes": written, "files": len(manifest.files) + 1}
+        return self.counts | files | {"stopped": manifest.stopped, "waited_seconds": manifest.waited_seconds}
+
+    def _new_prompt(self, rid: str, request: Any) -> dict[str, Any]:
+        """What is known of a request before it is computed; nothing here changes while it is."""
+        prompt = list(request.origin_input_ids)
+        return {
+            "prompt_id": self._admitted.ids[rid],
+            "prompt_key": self._admitted.key(rid),
+            "request_id": rid,
+            "token_ids": prompt,
+            "num_prompt_tokens": len(prompt),
+            "text": _text(request.tokenizer, prompt, []),
+            "output_ids": [],
+            "cached_tokens": 0,
+            "finish_reason": None,
+        }
+
+    def _prompt(self, rid: str, request: Any) -> dict[str, Any]:
+        prompt = list(request.origin_input_ids)
+        answer = list(request.output_ids_through_stop)
+        reason = request.finished_reason.to_json()["type"] if request.finished_reason is not None else None
+        return self._new_prompt(rid, request) | {
+            "token_ids": self._tracker.committed(rid, prompt, answer),
+            "text": _text(request.tokenizer, prompt, answer),
+            "output_ids": answer,
+            "cached_tokens": self._tracker.first_root(rid),
+            "finish_reason": reason,
+        }
+
+    # ---- one forward of the draft -----------------------------------------------------------------------------
+
+    def open_call(self, batch: Any) -> None:
+        """The draft is about to run `batch` (SGLang's `ForwardBatch`)."""
+        self._call = None
+        if batch.forward_mode.name not in RECORDED_MODES or not self.writer.accepting:
+            return
+        if not any(rid in self._tracker for rid in batch.rids or ()):
+            return
+        facts = _call_facts(batch)
+        rows, index = self._tracker.rows(facts, self.calls)
+        if not self.order.selection.all_rows:
+            kept = np.flatnonzero(self.order.selection.mask(rows))
+            rows, index = rows.take(kept), index[kept]
+        picked = facts.last_rows if facts.extend_lens is not None else np.arange(len(facts.rids), dtype=np.intp)
+        self._call = _Call(facts, rows, index, len(index) == len(facts.input_ids), picked)
+        if facts.mode != "DECODE":
+            hidden = batch.spec_info.hidden_states
+            self.capture("fused", hidden)
+            for name, columns in fused_slices(hidden.shape[-1], self._target_width):
+                self._call.shapes[name] = (
+                    [hidden.shape[0], columns.stop - columns.start],
+                    self._call.shapes["fused"][1],
+                )
+
+    def capture(self, site: str, tensor: Any) -> None:
+        """Keep the rows of a site of the open call; `tensor` is the host's own and is copied at once."""
+        call = self._call
+        if call is None:
+            return
+        shard, shape = self._shard_of(site), list(tensor.shape)
+        if shard is not None:
+            shape[-1] *= shard.count
+        call.shapes[site] = (shape, str(tensor.dtype).removeprefix("torch."))
+        if self.order.level == "shapes" or not self._wanted(site, tensor.shape[-1]):
+            return
+        if len(tensor) != len(call.facts.input_ids):
+            call.at_picked.add(site)
+        elif not call.whole:
+            tensor = tensor[_torch_index(call.index, tensor)]
+        # `_write` takes parts of these: slices by target layer, the best ids, rows of some requests
+        whole = site in ("fused", "logits") or site in call.at_picked
+        call.captures[site] = to_rows(tensor) if whole else capture_rows(tensor, self.order.level, shard)
+
+    def replayed(self, batch: Any, select_index: Any, logits: Any, carry: Any) -> None:
+        """A CUDA graph was replayed for `batch`: its outputs are those of the rows at `select_index` [B] only."""
+        self.open_call(batch)
+        if self._call is not None:
+            self._call.picked = to_array(select_index).astype(np.intp)
+            self.capture("carry", carry)
+            self.capture("logits", logits)
+            self.close_call()
+
+    def close_call(self) -> None:
+        """The forward is over: hand its rows to the writer.
+
+        Raises:
+            Exception: whatever the writer failed with, so that the recording ends.
+        """
+        call, self._call = self._call, None
+        with self._lock:
+            if call is None or self._closed:
+                return
+            if self.writer.failure is not None:
+                raise self.writer.failure
+            with self.writer.together(self.calls):
+                self._write(call)
+            self.calls += 1
+            self.rows += len(call.rows)
+
+    def _is_wanted(self, site: str, width: int) -> bool:
+        """Whether a site, or something made of it, is kept."""
+        wants = self.order.selection.wants
+        made = {"fused": [name for name, _ in fused_slices(width, self._target_width)], "logits": ["topk.draft_id"]}
+        return any(wants(name) for name in (site, *made.get(site, [])))
+
+    def _write(self, call: _Call) -> None:
+        writer, wants = self.writer, self.order.selection.wants
+        facts, rows = call.facts, call.rows
+        writer.put_rows(rows)
+        fused = call.captures.get("fused")
+        if isinstance(fused, np.ndarray):
+            for name, columns in fused_slices(fused.shape[-1], self._target_width):
+                if wants(name):
+                    writer.put_values(name, rows, np.ascontiguousarray(fused[:, columns]))
+        for site, values in call.captures.items():
+            at, kept = rows, values
+            if isinstance(values, np.ndarray) and site in call.at_picked:
+                # a prefill has logits for the last row of each request only
+                position = {int(row): number for number, row in enumerate(call.index)}
+                pairs = [(position[int(row)], b) for b, row in enumerate(call.picked) if int(row) in position]
+                at = rows.take(np.array([row for row, _ in pairs], dtype=np.intp))
+                kept = np.ascontiguousarray(values[[b for _, b in pairs]])
+            if wants(site):
+                writer.put_values(site, at, kept, self._shard_of(site))
+            # logits are gathered, so the best ids are the same on every rank
+            leads = not writer.manifest.tp_rank
+            if site == "logits" and isinstance(kept, np.ndarray) and leads and wants("topk.draft_id"):
+                self._write_topk(at, kept)
+        shapes = [{"site": site, "shape": shape, "dtype": dtype} for site, (shape, dtype) in call.shapes.items()]
+        record = {"call_id": self.calls, "role": "draft", "mode": facts.mode, "shapes": shapes}
+        writer.put_record("calls", record | {"batch_size": len(facts.rids), "tokens": len(facts.input_ids)})
+
+    def _write_topk(self, rows: Rows, logits: Array) -> None:
+        draft_ids, scores, logprobs = best_ids(logits, TOPK)
+        target_ids = draft_ids if self._hot_token_id is None else to_array(self._hot_token_id)[draft_ids]
+        self.writer.put_topk(rows, draft_ids, target_ids, scores, logprobs)
+
+    # ---- the draft's choices ----------------------------------------------------------------------------------
+
+    def chosen(self, drafted: Any, tree: Any, step: int, topk: int) -> None:
+        """`drafted` and its `tree` info are what SGLang's `select_top_k_tokens` chose at `step`."""
+        parents = None
+        if topk > 1 and step > 0:
+            # the third part of the tree info numbers every candidate over all steps: undo that to get its parent
+            parents = (to_array(tree[2]) - topk * topk * (step - 1) - topk) // topk
+        self._tracker.select_branches(parents, to_array(drafted).reshape(-1))
+
+    def verified(self, result: Any, batch: Any) -> None:
+        """A verify round is over: `result` of the worker's `verify`, whose input `batch.spec_info` still is."""
+        if batch.forward_mode.is_idle() or not self.writer.accepting:
+            return
+        verify = batch.spec_info
+        count = int(verify.draft_token_num)
+        tokens = to_array(verify.draft_token).reshape(-1, count)
+        predicted = to_array(result.next_token_ids).reshape(-1, count)
+        accepted = to_array(result.accept_lens)
+        lengths = to_array(batch.seq_lens)
+        rounds = {}
+        for b, request in enumerate(batch.reqs):
+            if request.rid in self._tracker:
+                root, kept = int(lengths[b]) - 1, predicted[b, : accepted[b]].tolist()
+                rounds[b] = {
+                    "prompt_id": self._tracker.prompt_id(request.rid),
+                    "round": self._tracker.close_round(request.rid, root, [int(tokens[b, 0]), *kept]),
+                    "root": root,
+                    "accepted": kept[:-1],
+                    "bonus": kept[-1] if kept else -1,
+                }
+        # rank 0 writes the rounds down; the others only have to follow them
+        if rounds and not self.writer.manifest.tp_rank:
+            best = to_array(result.logits_output.next_token_logits.argmax(dim=-1)).reshape(-1, count)
+            children = to_array(verify.retrieve_next_token).reshape(-1, count)
+            siblings = to_array(verify.retrieve_next_sibling).reshape(-1, count)
+            for b, record in rounds.items():
+                tree = {
+                    "proposed": tokens[b, 1:].tolist(),
+                    "parents": tree_parents(children[b], siblings[b])[1:],
+                    "target_argmax": best[b].tolist(),
+                }
+                self.writer.put_record("rounds", record | tree)
+
+    # ---- the end ----------------------------------------------------------------------------------------------
+
+    def seal(self, settings: dict[str, Any], stopped: str | None = None) -> None:
+        """Write what is left and the seal; no row is taken any more.
+
+        Args:
+            settings: added to the manifest's.
+            stopped: why the recording ends before its requests did.
+
+        Raises:
+            RecordingError: something could not be written.
+        """
+        with self._lock:
+            self._closed = True
+        manifest = self.writer.manifest
+        rows = sorted((self._prompt(*item) for item in self._requests.items()), key=lambda row: row["prompt_id"])
+        for row in rows:
+            self.writer.put_record("prompts", row)
+        manifest.prompts_digest = prompts_digest([row["prompt_key"] for row in rows])
+        # what is known of the server stands
+        manifest.settings = {**settings, **manifest.settings}
+        self._note_what_is_missing(rows)
+        self.writer.seal(manifest.stopped or stopped)
+
+    def _note_what_is_missing(self, prompts: list[dict[str, Any]]) -> None:
+        manifest = self.writer.manifest
+        cached = {row["prompt_id"]: row["cached_tokens"] for row in prompts if row["cached_tokens"]}
+        if cached:
+            rows = f"the first rows of {len(cached)} prompts ({sum(cached.values())} rows)"
+            why = "the server took these positions from its prefix cache and computed nothing for them"
+            manifest.not_materialised.append({"site": "*", "rows": rows, "why": why})
+        aborted = sum(row["finish_reason"] == "abort" for row in prompts)
+        if aborted:
+            manifest.warnings.append(f"{aborted} of {len(prompts)} requests were aborted before their answer was done")
+        manifest.warnings += self._tracker.warnings
+
+    def abort(self, error: BaseException) -> None:
+        """Give the recording up; what is whole stays on disk, unsealed."""
+        with self._lock:
+            self._closed = True
+        self.writer.abort(error)
+
+
+def _text(tokenizer: Any, prompt: list[int], answer: list[int]) -> str:
+    """Prompt and answer as text, or nothing where the server runs without a tokenizer."""
+    if tokenizer is None:
+        return ""
+    return str(tokenizer.decode(prompt)) + str(tokenizer.decode(answer, skip_special_tokens=True))
+
+
+def _call_facts(batch: Any) -> DraftCall:
+    mode = batch.forward_mode.name
+    accepted = getattr(batch.spec_info, "num_accept_tokens", None)
+    return DraftCall(
+        mode=mode,
+        rids=list(batch.rids),
+        input_ids=to_array(batch.input_ids),
+        positions=to_array(batch.positions),
+        seq_lens=to_array(batch.seq_lens),
+        extend_lens=None if batch.extend_seq_lens is None or mode == "DECODE" else to_array(batch.extend_seq_lens),
+        accept_lens=to_array(accepted) if mode == "DRAFT_EXTEND_V2" else None,
+    )
+
+
+def _torch_index(index: Index, like: Any) -> Any:
+    """`index` as a torch index on the device of `like`."""
+    import torch
+
+    return torch.from_numpy(index).to(like.device)
