@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from eagle_trace_analysis.diagnose import diagnosed
 
 from eagle_trace import Trace
 from eagle_trace_analysis import Diff, diff
+from eagle_trace_analysis.diagnose import diagnosed
 from tests.support.pairs import TARGET
 
 pytest.importorskip("specforge", reason="pip install --no-deps specforge")
