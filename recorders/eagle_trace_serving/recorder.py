@@ -31,9 +31,10 @@ from eagle_trace.writer import TraceWriter
 from eagle_trace_serving.orders import Order
 from eagle_trace_serving.recording import Recording
 from eagle_trace_serving.session import Outbox, connect, packed
+from eagle_trace_serving.stored import checkpoint_names
 from eagle_trace_sglang.graphs import has_graphs, hook_graph_boundaries, run_eagerly
 from eagle_trace_sglang.layers import draft_layers
-from eagle_trace_sglang.params import checkpoint_names, loaded_params
+from eagle_trace_sglang.params import loaded_params
 from eagle_trace_sglang.plugin import SESSION
 from eagle_trace_sglang.ranks import draft_place, replicas
 from eagle_trace_sglang.releases import check_release
