@@ -58,12 +58,12 @@ def known_hosts(kind: Kind) -> dict[str, Any]:
 
 
 def find_host(kind: Kind, name: str | None = None, *, program: bool = True) -> Any:
-    """The host called `name`; without a name, the one that is installed.
+    """The host called `name`; without a name, the only one there is.
 
     Args:
         kind: what it must do with a draft.
         name: as ``--host`` has it.
-        program: whether its program must be installed here, too.
+        program: whether its program must be installed here; a client that asks over HTTP needs only its package.
 
     Raises:
         UsageError: there is no such host, its program is not installed, or several are and none was named.
@@ -71,7 +71,7 @@ def find_host(kind: Kind, name: str | None = None, *, program: bool = True) -> A
     known = known_hosts(kind)
     if name is not None:
         return _named(kind, name, known, program=program)
-    found = {one: host for one, host in known.items() if is_installed(host)}
+    found = {one: host for one, host in known.items() if not program or is_installed(host)}
     if len(found) == 1:
         return next(iter(found.values()))
     if found:
