@@ -28,10 +28,10 @@ def check(
             help="Another checkpoint of this draft: the one before a fix, or the speculators folder it came from."
         ),
     ] = None,
-    engine: Annotated[str, typer.Option(metavar="NAME", help="What is to serve the draft: sglang.")] = "sglang",
     quiet: Annotated[
         bool, typer.Option("--quiet", "-q", help="text: only what failed or warned, and the counts.")
     ] = False,
+    engine: Annotated[str, typer.Option(metavar="NAME", help="What is to serve the draft: sglang.")] = "sglang",
     format: Annotated[CheckFormat, typer.Option("--format", help="text, or json for machines.")] = CheckFormat.text,
 ) -> None:
     """Check a draft without running it. Exit status 0: nothing failed, 1: something did, 2: not checked."""
