@@ -125,7 +125,7 @@ def diff(
     lent = open_trace(floors, allow_partial=allow_partial) if floors is not None else None
     for folder in (train_draft, serve_draft, target):
         if folder is not None and not folder.is_dir():
-            raise UsageError(f"{folder} is no folder: give the folder of a checkpoint")
+            raise UsageError(f"{folder} is not a folder: give the folder of a checkpoint")
     with _executor(workers, scheduler) as executor:
         result = compare(train, serve, minimum_share=minimum_share, executor=executor, floors=lent)
     if diagnose:
