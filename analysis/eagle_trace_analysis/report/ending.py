@@ -122,10 +122,8 @@ def _gate(diff: Diff, console: Console) -> list[Text]:
     if gate is None or diff.incomparable is not None:
         return []
     if gate.failures:
-        first, more = gate.failures[0].text, len(gate.failures) - 1
-        return _cut(
-            f"gate: failed: {first}{f'; and {more} more' if more else ''}", console, 2, style="bold red", indent=0
-        )
+        more = f" ({len(gate.failures)} things, this first)" if len(gate.failures) > 1 else ""
+        return _cut(f"gate: failed{more}: {gate.failures[0].text}", console, 2, style="bold red", indent=0)
     if gate.unknown is not None:
         return _cut(f"gate: not known: {gate.unknown}", console, 2, style="bold yellow", indent=0)
     asked = [f"accept length within {gate.max_drop:.0%}"] if gate.max_drop is not None else []
