@@ -152,7 +152,7 @@ def _executor(workers: int | None, scheduler: str | None) -> AbstractContextMana
 
 
 def check_out(out: Path | None, *, force: bool) -> None:
-    """Find out before the comparison, not after it, that the report cannot be written (OutputExistsError, UsageError)."""
+    """Raises OutputExistsError or UsageError before the comparison, not after it, if no report can be written there."""
     if out is None:
         return
     if out.exists() and not force:

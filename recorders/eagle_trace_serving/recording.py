@@ -61,7 +61,7 @@ class Recording:
         self.writer = writer
         self.calls = 0
         self.rows = 0
-        self._shard_of = cache(lambda site: shard_of(site, model))
+        self._shard_of = cache(lambda site: None if model is None else shard_of(site, model))
         self._wanted = cache(self._is_wanted)
         self._target_width = target_width
         self._hot_token_id = hot_token_id

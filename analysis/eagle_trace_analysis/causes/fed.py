@@ -19,7 +19,6 @@ from eagle_trace_analysis.causes.base import (
 )
 from eagle_trace_analysis.checkpoint.files import as_float32
 from eagle_trace_analysis.checkpoint.width import has_fc
-from eagle_trace_analysis.engines.sglang import engine
 from eagle_trace_analysis.evidence.context import Context
 from eagle_trace_analysis.evidence.features import CLEARLY, Features, channel_error
 from eagle_trace_analysis.evidence.misplaced import misplaced
@@ -75,7 +74,7 @@ def _single_fix(context: Context) -> str:
             "deploy the draft that was trained here: the deployed one holds no fc, so it is a head of one feature, for "
             "which its flag is right"
         )
-    if context.served and not engine.uses_aux_hidden_state(context.served):
+    if context.served and not context.engine.uses_aux_hidden_state(context.served):
         return "set eagle_config.use_aux_hidden_state to true in the deployed config"
     if context.other_algorithm is not None:
         return f"serve with --speculative-algorithm EAGLE3 (it was {context.other_algorithm})"

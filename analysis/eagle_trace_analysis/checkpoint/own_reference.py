@@ -87,7 +87,7 @@ def _input_ids(subject: Subject) -> list[int] | None:
 
 def _config(subject: Subject, dtype: str) -> dict[str, Any]:
     full = subject.full
-    layer = {
+    layer: dict[str, Any] = {
         name: full[name]
         for name in (
             "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
