@@ -16,7 +16,7 @@ import pytest
 from eagle_trace import Trace
 from eagle_trace.errors import CheckpointError
 from eagle_trace_serving import process
-from eagle_trace_speculators.target_model import decoder_of, load_target
+from eagle_trace_training.target_model import decoder_of, load_target
 from tests.support import never_captures
 from tests.support.target_pairs import TargetPair, make
 from tests.support.tiny_targets import FAMILIES, HIDDEN, IDS, LAYERS, write_family_target
