@@ -28,24 +28,17 @@ def check(
             help="Another checkpoint of this draft: the one before a fix, or the speculators folder it came from."
         ),
     ] = None,
-<<<<<<< HEAD
     quiet: Annotated[
         bool, typer.Option("--quiet", "-q", help="text: only what failed or warned, and the counts.")
     ] = False,
-=======
     engine: Annotated[str, typer.Option(metavar="NAME", help="What is to serve the draft: sglang.")] = "sglang",
->>>>>>> rooms
     format: Annotated[CheckFormat, typer.Option("--format", help="text, or json for machines.")] = CheckFormat.text,
 ) -> None:
     """Check a draft without running it. Exit status 0: nothing failed, 1: something did, 2: not checked."""
     from eagle_trace.terminal import PlainConsole
     from eagle_trace_analysis.checkpoint.check import check as check_checkpoint
-<<<<<<< HEAD
-    from eagle_trace_analysis.report.check import render_brief, render_json, render_text
-=======
     from eagle_trace_analysis.engines import engine_named
-    from eagle_trace_analysis.report.check import render_json, render_text
->>>>>>> rooms
+    from eagle_trace_analysis.report.check import render_brief, render_json, render_text
 
     result = check_checkpoint(draft, target=target, reference=reference, engine=engine_named(engine))
     if format is CheckFormat.json:

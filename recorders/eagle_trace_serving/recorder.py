@@ -37,7 +37,7 @@ CATCH_UP_SECONDS = 30.0
 LEAVE_SECONDS = 3.0
 
 #: passes an event to the recording that is going on, if there is one, such that an error ends it and not the server
-Tell = Callable[[Callable[[Recording], None]], None]
+Tell = Callable[[Callable[[Any], None]], None]
 
 
 @dataclass

@@ -8,21 +8,23 @@ from pathlib import Path
 from typing import Any
 
 from eagle_trace.manifest import Manifest
+from eagle_trace.recording.arrays import to_array
 from eagle_trace.recording.hooks import Hooks
 from eagle_trace.recording.names import FUSED, canonical_name, fills
 from eagle_trace.writer import TraceWriter
 from eagle_trace_serving.host import Facts
 from eagle_trace_serving.orders import Order
 from eagle_trace_serving.recorder import Tell
-from eagle_trace_serving.recording import Recording
+from eagle_trace_serving.stored import checkpoint_names
 from eagle_trace_sglang.captured import target_facts
 from eagle_trace_sglang.deployment import ONE_REPLICA
 from eagle_trace_sglang.graphs import has_graphs, hook_graph_boundaries, run_eagerly
 from eagle_trace_sglang.layers import draft_layers
-from eagle_trace_sglang.params import checkpoint_names, loaded_params
+from eagle_trace_sglang.params import loaded_params
 from eagle_trace_sglang.ranks import draft_place, replicas
+from eagle_trace_sglang.recording import SGLangRecording
 from eagle_trace_sglang.releases import check_release
-from eagle_trace_sglang.sites import hook_draft, partial_sums, tell_missing
+from eagle_trace_sglang.sites import hook_draft, partial_sums, shard_of, tell_missing
 
 EAGER = (
     "the draft ran eagerly while recording, its CUDA graphs put aside: Python hooks do not run inside a replayed graph"
@@ -82,9 +84,13 @@ class SGLangDraft:
         filled = {parameter for name in self._stored().values() for parameter in fills(name)}
         return loaded_params(self._model, self._worker.hot_token_id, filled)
 
-    def recording(self, order: Order, writer: TraceWriter) -> Recording:
+    def recording(self, order: Order, writer: TraceWriter) -> SGLangRecording:
         """A recording of this draft."""
-        return Recording(order, writer, self._model, self._target_width, self._worker.hot_token_id)
+        ids = self._worker.hot_token_id
+        return SGLangRecording(
+            order, writer, lambda site: shard_of(site, self._model), self._target_width,
+            None if ids is None else lambda: to_array(ids),
+        )  # fmt: skip
 
     def hang(self, hooks: Hooks, tell: Tell, order: Order, manifest: Manifest) -> None:
         """Hang everything that tells a recording of the draft's forwards; see `DraftWorker`."""

@@ -14,7 +14,7 @@ from eagle_trace.manifest import Manifest
 from eagle_trace.writer import TraceWriter, prepare_output
 from eagle_trace_serving.admission import Admission
 from eagle_trace_serving.orders import Order
-from eagle_trace_serving.recording import Recording
+from eagle_trace_sglang.recording import SGLangRecording
 
 torch = pytest.importorskip("torch")
 
@@ -43,10 +43,10 @@ def prefill(lengths: dict[str, int], first: int = 0) -> Any:
     )
 
 
-def record(out: Path, level: str = "values", **admission: Any) -> Recording:
+def record(out: Path, level: str = "values", **admission: Any) -> SGLangRecording:
     prepare_output(out)
     order = Order(str(out), Admission(**admission), level)
-    return Recording(order, TraceWriter(out, Manifest("serve", level, "sglang")), None, WIDTH, None)
+    return SGLangRecording(order, TraceWriter(out, Manifest("serve", level, "sglang")), lambda _site: None, WIDTH, None)
 
 
 def test_logits_of_a_prefill_belong_to_last_rows_also_where_there_are_as_many_as_recorded_rows(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from eagle_trace_serving.admission import Admission
 from eagle_trace_serving.host import Facts
 from eagle_trace_serving.orders import Order
 from eagle_trace_serving.recorder import ServeRecorder
-from eagle_trace_serving.recording import Recording
+from eagle_trace_sglang.recording import SGLangRecording
 
 
 class Main:
@@ -55,8 +55,8 @@ class Draft:
     def params(self) -> list[dict[str, Any]]:
         return []
 
-    def recording(self, order: Order, writer: TraceWriter) -> Recording:
-        return Recording(order, writer, None, 4, None)
+    def recording(self, order: Order, writer: TraceWriter) -> SGLangRecording:
+        return SGLangRecording(order, writer, lambda _site: None, 4, None)
 
     def hang(self, *_: object) -> None:
         pass

@@ -95,7 +95,7 @@ def _class_fix(context: Context) -> str:
         fed = "was never told to capture (its capture_aux_hidden_states is false) and fed one"
     else:
         fed = "fed one"
-    count = engine.num_aux_hidden_states(context.served) if context.served else len(context.feature_sites)
+    count = context.engine.num_aux_hidden_states(context.served) if context.served else len(context.feature_sites)
     return (
         f"the config asks for {count} layers, {named} {fed}: serve this target with a release or an engine whose class "
         "captures them; no change to the draft or its config helps"
