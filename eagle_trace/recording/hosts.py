@@ -69,7 +69,7 @@ def find_host(kind: Kind, name: str | None = None, *, draft: Path | None = None,
         kind: what it must do with a draft.
         name: as ``--host`` has it.
         draft: folder of the draft.
-        program: whether its program must be installed here, too.
+        program: whether its program must be installed here; a client that asks over HTTP needs only its package.
 
     Raises:
         UsageError: there is no such host, its program is not installed, or several are and none was named.
@@ -77,7 +77,7 @@ def find_host(kind: Kind, name: str | None = None, *, draft: Path | None = None,
     known = known_hosts(kind)
     if name is not None:
         return _named(kind, name, known, program=program)
-    found = {one: host for one, host in known.items() if is_installed(host)}
+    found = {one: host for one, host in known.items() if not program or is_installed(host)}
     fitting = [host for host in found.values() if len(found) == 1 or (draft is not None and host.takes(draft))]
     if len(fitting) == 1:
         return fitting[0]

@@ -137,7 +137,8 @@ class LayerSamples:
     """A few channels of every layer's hidden state at some roots: the rows of layers.parquet. A context manager.
 
     Layer i is the input of decoder layer i (Hugging Face's `hidden_states[i]`), L the last layer's output, L + 1 the
-    same behind the final norm.
+    same behind the final norm. Beside the inputs of layers 1 to L lies what the layer before added last to the stream:
+    the output of the last module it called (its MLP, or the norm behind that).
 
     Args:
         decoder: the target's decoder.
@@ -151,10 +152,16 @@ class LayerSamples:
         self._decoder = decoder
         self._stride = max(1, -(-roots // self.SAMPLED_ROOTS))
         self._found: dict[int, Array] = {}
+        self._branches: dict[int, Array] = {}
+        self._last: Any = None
         self._hooks = Hooks()
 
     def __enter__(self) -> LayerSamples:
         layers, norm = self._decoder.layers, self._decoder.norm
+        for number, layer in enumerate(layers, start=1):
+            for part in layer.children():
+                self._hooks.after(part, self._remember)
+            self._hooks.after(layer, self._branch_taker(number))
         for number, module in enumerate([*layers, norm]):
             self._hooks.before(module, self._taker(number))
         self._hooks.after(norm, lambda _module, _args, output: self._take(len(layers) + 1, output))
@@ -167,15 +174,33 @@ class LayerSamples:
         return lambda _module, args, kwargs: self._take(layer, args[0] if args else kwargs["hidden_states"])
 
     def _take(self, layer: int, hidden: Any) -> None:
+        self._found[layer] = self._sampled(hidden)
+
+    def _sampled(self, hidden: Any) -> Array:
         channels = torch.from_numpy(sample_channels(hidden.shape[-1])).to(hidden.device)
-        self._found[layer] = hidden[0, :: self._stride].index_select(-1, channels).float().cpu().numpy()
+        sampled: Array = hidden[0, :: self._stride].index_select(-1, channels).float().cpu().numpy()
+        return sampled
+
+    def _remember(self, _module: Any, _args: Any, output: Any) -> None:
+        self._last = output[0] if isinstance(output, tuple) else output
+
+    def _branch_taker(self, layer: int) -> Callable[[Any, Any, Any], None]:
+        def take(_module: Any, _args: Any, output: Any) -> None:
+            whole, last = output[0] if isinstance(output, tuple) else output, self._last
+            self._last = None
+            # experts may give their rows flat
+            if last is not None and last.numel() == whole.numel():
+                self._branches[layer] = self._sampled(last.reshape(whole.shape))
+
+        return take
 
     def keep(self, prompt_id: int) -> None:
         """Keep what the last forward of the decoder showed, as rows of the prompt."""
         for layer, samples in sorted(self._found.items()):
+            branches = self._branches.get(layer)
             for number, sample in enumerate(samples):
                 row = {"prompt_id": prompt_id, "root": number * self._stride, "layer": layer, "sample": sample}
-                self.records.append(row)
+                self.records.append(row | {"branch": None if branches is None else branches[number]})
 
 
 # ---- serve: what the server fed its draft

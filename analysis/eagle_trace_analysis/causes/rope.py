@@ -159,8 +159,8 @@ def check_tables(context: Context) -> Outcome:
         if context.form is not None and context.form.rope.rounded:
             return (
                 "the training computes with rotary tables that were built anew in bfloat16, after a sequence longer "
-                "than max_position_embeddings + 20 (SpecForge): raise max_position_embeddings in the draft's config above "
-                "the longest sequence, and train again"
+                "than max_position_embeddings + 20 (SpecForge): raise max_position_embeddings in the draft's config "
+                "above the longest sequence, and train again"
             )
         return "keep the server's rotary frequencies in float32"
 
