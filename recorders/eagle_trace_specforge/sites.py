@@ -1,7 +1,7 @@
 """Where the sites of the draft forward are found in SpecForge's `LlamaForCausalLMEagle3`.
 
-The carry of step s is read as what step s + 1 is given, and `norm` as what the head is given: both hold whatever
-`norm_output` means in a release, and what it means is seen there.
+The carry of step s is read as what the loop begins step s + 1 with, and `norm` as what the head is given: both hold
+whatever `norm_output` means in a release, and what it means is seen there.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import sys
 from typing import Any
 
 import torch
+from specforge.core.eagle3_adapters import SdpaLikeAdapter
 
 from eagle_trace.errors import HostError
 from eagle_trace.recording.hooks import Hooks
@@ -60,13 +61,15 @@ class SiteTap:
             rounded numbers.
 
     Raises:
-        HostError: the draft lacks a place that this recorder knows.
+        HostError: the draft lacks a place that this recorder knows; or, in a forward, its layer is given another carry
+            than the loop began the step with.
     """
 
     def __init__(self, hooks: Hooks, draft: Any, receive: Receive) -> None:
         self._receive = receive
         self._step = -1
         self._out: Any = None
+        self._carry: Any = None
         self.seen: dict[str, Any] = {}
         # each step embeds its tokens first
         hooks.before(draft.embed_tokens, lambda *_: self._begin_step())
@@ -76,6 +79,12 @@ class SiteTap:
                 "one this recorder was written for (0.2.0) has: install that one, or report it"
             )
         self._rotary: Any = draft.midlayer.self_attn.rotary_emb
+        hooks.wrap(
+            SdpaLikeAdapter,
+            "step_view",
+            # one class for all models of the process
+            lambda state, args, given: self._hand_on(state, given) if args[0].m.draft_model is draft else None,
+        )
         rotation = sys.modules[type(draft.midlayer.self_attn).__module__]
         hooks.wrap(rotation, "apply_rotary_pos_emb", lambda result, args, _kwargs: self._rotated(result, args))
 
@@ -93,12 +102,25 @@ class SiteTap:
             self._out = None if {"norm_output", "head_norm"} <= self.seen.keys() else tensor
         elif site == "norm" and "head_norm" not in self.seen:
             self.seen["head_norm"] = not _same(tensor, self._out)
-        elif site == "hidden" and self._step > 0:
-            if "norm_output" not in self.seen:
-                self.seen["norm_output"] = not _same(tensor, self._out)
-            self._receive(self._step - 1, "carry", tensor)
+        elif site == "hidden" and self._carry is not None:
+            carry, self._carry = self._carry, None
+            if not _same(tensor, carry):
+                raise HostError(
+                    "this version of specforge does not give its layer what its loop carries to the next step, as the "
+                    "one this recorder was written for (0.2.0) does: install that one, or report it"
+                )
         # the projection of the features runs before the first step has begun
         self._receive(max(self._step, 0), site, tensor)
+
+    def _hand_on(self, state: Any, given: dict[str, Any]) -> None:
+        """A step of the loop begins; the draft has not seen anything of it."""
+        if given["idx"] == 0 or self._step < 0:
+            return
+        carry = state.hidden_states.detach()
+        if "norm_output" not in self.seen:
+            self.seen["norm_output"] = not _same(carry, self._out)
+            self._carry = carry
+        self._take("carry", carry)
 
     def _rotated(self, result: Any, args: tuple[Any, ...]) -> None:
         if self._rotary is not None:
