@@ -211,7 +211,7 @@ class Comparison:
         if serve.manifest.recording and (found := self.workspace.find(TRAIN, inputs)) is not None:
             return self._again(TRAIN, found)
         self.workspace.forget(TRAIN)
-        find_host("trainer").record(
+        find_host("trainer", draft=draft).record(
             target=self.asked.target, draft=draft, out=place, prompts=None, replay=serve.path, features="compute",
             steps=None, dtype="auto", device=ask.device, level=ask.level, max_bytes=None, force=True,
             argv=list(self.asked.argv), progress=lambda message: self.progress(f"training: {message}"),
