@@ -220,7 +220,7 @@ def servers_of(
         raise UsageError("--host starts a server here and --env one in another environment: give one of the two")
     found += [Here(host) for host in hosts]
     if against is not None:
-        found.append(Running(against, **keys))
+        found.append(Running(against, keys.get("api_key"), keys.get("admin_api_key")))
     found = found or [Here(find_host("server").name)]
     if len(found) > 2:
         raise UsageError(f"{len(found)} servers were named: give one, or two to compare them with each other")

@@ -20,7 +20,7 @@ from safetensors.numpy import save_file
 from eagle_trace.errors import CheckpointError
 from eagle_trace_analysis.checkpoint.files import StoredTensor, stored_dtype
 from eagle_trace_analysis.checkpoint.subject import Subject, open_subject
-from eagle_trace_analysis.engines import SGLANG as engine
+from eagle_trace_analysis.engines.sglang import engine
 
 #: what a reference cannot be made of, and the way out
 NEEDS_TRAINED = "give the folder that was trained as --trained"
