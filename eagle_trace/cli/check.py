@@ -36,6 +36,7 @@ def check(
     quiet: Annotated[
         bool, typer.Option("--quiet", "-q", help="text: only what failed or warned, and the counts.")
     ] = False,
+    engine: Annotated[str, typer.Option(metavar="NAME", help="What is to serve the draft: sglang.")] = "sglang",
     format: Annotated[
         CheckFormat, typer.Option("--format", help="text, json for programs, junit or sarif for a build.")
     ] = CheckFormat.text,
@@ -43,9 +44,10 @@ def check(
     """Check a draft without running it. Exit status 0: nothing failed, 1: something did, 2: not checked."""
     from eagle_trace.terminal import PlainConsole
     from eagle_trace_analysis.checkpoint.check import check as check_checkpoint
+    from eagle_trace_analysis.engines import engine_named
     from eagle_trace_analysis.report.check import render_brief, render_text
 
-    result = check_checkpoint(draft, target=target, reference=reference)
+    result = check_checkpoint(draft, target=target, reference=reference, engine=engine_named(engine))
     if format is not CheckFormat.text:
         typer.echo(render_check_as(result, format), nl=False)
     else:

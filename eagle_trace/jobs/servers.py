@@ -206,7 +206,7 @@ class Running:
 
 
 def servers_of(
-    hosts: Sequence[str], environments: Sequence[Path], against: str | None, keys: Mapping[str, str | None]
+    hosts: Sequence[str], environments: Sequence[Path], against: str | None, keys: Mapping[str, Any]
 ) -> list[Server]:
     """The servers that were asked for, the reference first: one, or two to be compared with each other.
 

@@ -1,32 +1,48 @@
-"""One recording inside SGLang's scheduler process: from the requests it takes to the rows it hands to the writer.
+"""One recording where the draft runs: from the requests it takes to the rows it hands to the writer.
 
 A whole forward is handed over at once, so that a recording that ends between two sites of a call keeps none of that
-call. The scheduler's thread runs everything here but `close`.
+call. The scheduler's thread runs everything here but `seal` and `abort`. A server's own package extends `Recording` by
+what tells it of requests, forwards and rounds.
 """
 
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
 
 import numpy as np
 
-from eagle_trace.capture import Array, Rows
+from eagle_trace.capture import Array, Rows, Shard
 from eagle_trace.prompts import prompts_digest
-from eagle_trace.recording.arrays import best_ids, capture_rows, to_array, to_rows
+from eagle_trace.recording.arrays import best_ids, capture_rows, to_rows
 from eagle_trace.sites import fused_slices
 from eagle_trace.sketch import Reduced
 from eagle_trace.writer import TraceWriter
 from eagle_trace_serving.admission import Admitted
-from eagle_trace_serving.draft_rows import DraftCall, Index, RowTracker, tree_parents
+from eagle_trace_serving.draft_rows import DraftCall, Index, RowTracker
 from eagle_trace_serving.orders import Order
-from eagle_trace_sglang.sites import shard_of
 
 TOPK = 10
-#: forward modes of the draft whose rows are data; an idle or prebuilt batch computes nothing of a request
-RECORDED_MODES = ("EXTEND", "MIXED", "DECODE", "DRAFT_EXTEND_V2")
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """What is known of a request.
+
+    Attributes:
+        prompt, answer: token ids.
+        finish_reason: why the answer ended; None as long as it goes on.
+        tokenizer: makes text of token ids; None where there is none.
+    """
+
+    prompt: Sequence[int]
+    answer: Sequence[int] = ()
+    finish_reason: str | None = None
+    tokenizer: Any = None
 
 
 @dataclass
@@ -45,29 +61,37 @@ class _Call:
     shapes: dict[str, tuple[list[int], str]] = field(default_factory=dict)
 
 
-class Recording:
+class Recording(ABC):
     """Takes requests, captures the draft's forwards of them, writes the trace.
 
     Args:
         order: what to record.
         writer: takes the rows.
-        model: the draft; says which part of a site this rank computes.
+        shard_of: which part of a site's last axis this rank computes; None where it computes all of it.
         target_width: width of one target layer's features.
-        hot_token_id: the worker's draft-to-target map, or None.
+        target_ids: the target's id of each of the draft's [draft vocabulary], or None where they are the same.
     """
 
-    def __init__(self, order: Order, writer: TraceWriter, model: Any, target_width: int, hot_token_id: Any) -> None:
+    def __init__(
+        self,
+        order: Order,
+        writer: TraceWriter,
+        shard_of: Callable[[str], Shard | None],
+        target_width: int,
+        target_ids: Callable[[], Array] | None,
+    ) -> None:
         self.order = order
         self.writer = writer
         self.calls = 0
         self.rows = 0
-        self._shard_of = cache(lambda site: shard_of(site, model))
+        self._shard_of = cache(shard_of)
         self._wanted = cache(self._is_wanted)
         self._target_width = target_width
-        self._hot_token_id = hot_token_id
+        self._target_ids = target_ids
         self._admitted = Admitted(order.admission)
         self._tracker = RowTracker()
         self._requests: dict[str, Any] = {}
+        self._with_media = 0
         self._call: _Call | None = None
         # rows go out and the recording is closed from different threads
         self._lock = threading.Lock()
@@ -75,20 +99,43 @@ class Recording:
 
     # ---- requests ---------------------------------------------------------------------------------------------
 
+    @abstractmethod
     def arrived(self, request: Any) -> None:
-        """A request (SGLang's `Req`) was queued."""
-        if self._admitted.take(request.rid, request.origin_input_ids):
-            self._tracker.admit(request.rid, self._admitted.ids[request.rid])
-            self._requests[request.rid] = request
-            # written again when it has ended: a server that is killed in between leaves its rows with their prompt.
-            # Digest and text of a long prompt take time, so the writer's thread makes them
-            self.writer.put_record("prompts", partial(self._new_prompt, request.rid, request))
+        """A request was queued: `_take` it."""
 
+    @abstractmethod
     def ended(self, request: Any) -> None:
-        """A request was answered or aborted."""
-        if request.rid in self._requests and request.rid not in self._admitted.ended:
-            self._admitted.ended.add(request.rid)
-            self._tracker.leave(request.rid)
+        """A request was answered or aborted: `_leave` it."""
+
+    @abstractmethod
+    def verified(self, result: Any, batch: Any) -> None:
+        """A verify round is over: `_close_round` for each request."""
+
+    @abstractmethod
+    def exchange(self, request: Any) -> Exchange:
+        """What is known of a request by now."""
+
+    def _take(self, rid: str, request: Any, prompt: Sequence[int], *, media: bool = False) -> bool:
+        """Record a request if it is one to record; whether it is. One with `media` is passed over and counted: the
+        embeddings of its image are in no trace, so training could not be given them.
+        """
+        if media:
+            self._with_media += self._admitted.admission.wants(rid)
+            return False
+        if not self._admitted.take(rid, prompt):
+            return False
+        self._tracker.admit(rid, self._admitted.ids[rid])
+        self._requests[rid] = request
+        # written again when it has ended: a server that is killed in between leaves its rows with their prompt.
+        # Digest and text of a long prompt take time, so the writer's thread makes them
+        self.writer.put_record("prompts", partial(self._new_prompt, rid, request))
+        return True
+
+    def _leave(self, rid: str) -> None:
+        """Record nothing more of a request."""
+        if rid in self._requests and rid not in self._admitted.ended:
+            self._admitted.ended.add(rid)
+            self._tracker.leave(rid)
 
     @property
     def done(self) -> bool:
@@ -112,55 +159,57 @@ class Recording:
 
     def _new_prompt(self, rid: str, request: Any) -> dict[str, Any]:
         """What is known of a request before it is computed; nothing here changes while it is."""
-        prompt = list(request.origin_input_ids)
+        said = self.exchange(request)
+        prompt = list(said.prompt)
         return {
             "prompt_id": self._admitted.ids[rid],
             "prompt_key": self._admitted.key(rid),
             "request_id": rid,
             "token_ids": prompt,
             "num_prompt_tokens": len(prompt),
-            "text": _text(request.tokenizer, prompt, []),
+            "text": _text(said.tokenizer, prompt, []),
             "output_ids": [],
             "cached_tokens": 0,
             "finish_reason": None,
         }
 
     def _prompt(self, rid: str, request: Any) -> dict[str, Any]:
-        prompt = list(request.origin_input_ids)
-        answer = list(request.output_ids_through_stop)
-        reason = request.finished_reason.to_json()["type"] if request.finished_reason is not None else None
+        said = self.exchange(request)
+        prompt, answer = list(said.prompt), list(said.answer)
         return self._new_prompt(rid, request) | {
             "token_ids": self._tracker.committed(rid, prompt, answer),
-            "text": _text(request.tokenizer, prompt, answer),
+            "text": _text(said.tokenizer, prompt, answer),
             "output_ids": answer,
             "cached_tokens": self._tracker.first_root(rid),
-            "finish_reason": reason,
+            "finish_reason": said.finish_reason,
         }
 
     # ---- one forward of the draft -----------------------------------------------------------------------------
 
-    def open_call(self, batch: Any) -> None:
-        """The draft is about to run `batch` (SGLang's `ForwardBatch`)."""
-        self._call = None
-        if batch.forward_mode.name not in RECORDED_MODES or not self.writer.accepting:
-            return
-        if not any(rid in self._tracker for rid in batch.rids or ()):
-            return
-        facts = _call_facts(batch)
+    def _is_recorded(self, rids: Sequence[str]) -> bool:
+        """Whether a forward of these requests is one to capture."""
+        return self.writer.accepting and any(rid in self._tracker for rid in rids)
+
+    def _begin_call(self, facts: DraftCall, picked: Index) -> None:
+        """The draft runs: take what is captured from now on as that of this forward.
+
+        Args:
+            facts: what it is given.
+            picked: which rows a tensor of fewer rows than tokens holds, one per request [B].
+        """
         rows, index = self._tracker.rows(facts, self.calls)
         if not self.order.selection.all_rows:
             kept = np.flatnonzero(self.order.selection.mask(rows))
             rows, index = rows.take(kept), index[kept]
-        picked = facts.last_rows if facts.extend_lens is not None else np.arange(len(facts.rids), dtype=np.intp)
         self._call = _Call(facts, rows, index, len(index) == len(facts.input_ids), picked)
-        if facts.mode != "DECODE":
-            hidden = batch.spec_info.hidden_states
-            self.capture("fused", hidden)
+
+    def _capture_fused(self, hidden: Any) -> None:
+        """Keep the target's features, side by side [T, n*G]."""
+        self.capture("fused", hidden)
+        if self._call is not None:
+            shapes = self._call.shapes
             for name, columns in fused_slices(hidden.shape[-1], self._target_width):
-                self._call.shapes[name] = (
-                    [hidden.shape[0], columns.stop - columns.start],
-                    self._call.shapes["fused"][1],
-                )
+                shapes[name] = ([hidden.shape[0], columns.stop - columns.start], shapes["fused"][1])
 
     def capture(self, site: str, tensor: Any) -> None:
         """Keep the rows of a site of the open call; `tensor` is the host's own and is copied at once."""
@@ -180,15 +229,6 @@ class Recording:
         # `_write` takes parts of these: slices by target layer, the best ids, rows of some requests
         whole = site in ("fused", "logits") or site in call.at_picked
         call.captures[site] = to_rows(tensor) if whole else capture_rows(tensor, self.order.level, shard)
-
-    def replayed(self, batch: Any, select_index: Any, logits: Any, carry: Any) -> None:
-        """A CUDA graph was replayed for `batch`: its outputs are those of the rows at `select_index` [B] only."""
-        self.open_call(batch)
-        if self._call is not None:
-            self._call.picked = to_array(select_index).astype(np.intp)
-            self.capture("carry", carry)
-            self.capture("logits", logits)
-            self.close_call()
 
     def close_call(self) -> None:
         """The forward is over: hand its rows to the writer.
@@ -242,52 +282,28 @@ class Recording:
 
     def _write_topk(self, rows: Rows, logits: Array) -> None:
         draft_ids, scores, logprobs = best_ids(logits, TOPK)
-        target_ids = draft_ids if self._hot_token_id is None else to_array(self._hot_token_id)[draft_ids]
+        target_ids = draft_ids if self._target_ids is None else self._target_ids()[draft_ids]
         self.writer.put_topk(rows, draft_ids, target_ids, scores, logprobs)
 
-    # ---- the draft's choices ----------------------------------------------------------------------------------
+    # ---- rounds -----------------------------------------------------------------------------------------------
 
-    def chosen(self, drafted: Any, tree: Any, step: int, topk: int) -> None:
-        """`drafted` and its `tree` info are what SGLang's `select_top_k_tokens` chose at `step`."""
-        parents = None
-        if topk > 1 and step > 0:
-            # the third part of the tree info numbers every candidate over all steps: undo that to get its parent
-            parents = (to_array(tree[2]) - topk * topk * (step - 1) - topk) // topk
-        self._tracker.select_branches(parents, to_array(drafted).reshape(-1))
+    def _close_round(self, rid: str, root: int, fed: int, kept: Sequence[int], tree: Mapping[str, Any]) -> None:
+        """A verify round of a recorded request is over.
 
-    def verified(self, result: Any, batch: Any) -> None:
-        """A verify round is over: `result` of the worker's `verify`, whose input `batch.spec_info` still is."""
-        if batch.forward_mode.is_idle() or not self.writer.accepting:
+        Args:
+            rid: the request.
+            root: root that the round drafted from.
+            fed: the token at place root + 1, which the round started from.
+            kept: tokens it committed behind that: accepted ones, and the target's own.
+            tree: ``proposed``, ``parents`` and ``target_argmax`` of rounds.parquet; rank 0 writes them down, the others
+                only have to follow.
+        """
+        number = self._tracker.close_round(rid, root, [fed, *kept])
+        if self.writer.manifest.tp_rank:
             return
-        verify = batch.spec_info
-        count = int(verify.draft_token_num)
-        tokens = to_array(verify.draft_token).reshape(-1, count)
-        predicted = to_array(result.next_token_ids).reshape(-1, count)
-        accepted = to_array(result.accept_lens)
-        lengths = to_array(batch.seq_lens)
-        rounds = {}
-        for b, request in enumerate(batch.reqs):
-            if request.rid in self._tracker:
-                root, kept = int(lengths[b]) - 1, predicted[b, : accepted[b]].tolist()
-                rounds[b] = {
-                    "prompt_id": self._tracker.prompt_id(request.rid),
-                    "round": self._tracker.close_round(request.rid, root, [int(tokens[b, 0]), *kept]),
-                    "root": root,
-                    "accepted": kept[:-1],
-                    "bonus": kept[-1] if kept else -1,
-                }
-        # rank 0 writes the rounds down; the others only have to follow them
-        if rounds and not self.writer.manifest.tp_rank:
-            best = to_array(result.logits_output.next_token_logits.argmax(dim=-1)).reshape(-1, count)
-            children = to_array(verify.retrieve_next_token).reshape(-1, count)
-            siblings = to_array(verify.retrieve_next_sibling).reshape(-1, count)
-            for b, record in rounds.items():
-                tree = {
-                    "proposed": tokens[b, 1:].tolist(),
-                    "parents": tree_parents(children[b], siblings[b])[1:],
-                    "target_argmax": best[b].tolist(),
-                }
-                self.writer.put_record("rounds", record | tree)
+        record: dict[str, Any] = {"prompt_id": self._tracker.prompt_id(rid), "round": number, "root": root}
+        record |= {"accepted": list(kept[:-1]), "bonus": kept[-1] if kept else -1}
+        self.writer.put_record("rounds", record | dict(tree))
 
     # ---- the end ----------------------------------------------------------------------------------------------
 
@@ -315,6 +331,10 @@ class Recording:
 
     def _note_what_is_missing(self, prompts: list[dict[str, Any]]) -> None:
         manifest = self.writer.manifest
+        if self._with_media:
+            rows = f"{self._with_media} requests that came with an image, a video or sound"
+            why = "training is given tokens alone, so these were passed over: record the prompts as text"
+            manifest.not_materialised.append({"site": "*", "rows": rows, "why": why})
         cached = {row["prompt_id"]: row["cached_tokens"] for row in prompts if row["cached_tokens"]}
         if cached:
             rows = f"the first rows of {len(cached)} prompts ({sum(cached.values())} rows)"
@@ -337,20 +357,6 @@ def _text(tokenizer: Any, prompt: list[int], answer: list[int]) -> str:
     if tokenizer is None:
         return ""
     return str(tokenizer.decode(prompt)) + str(tokenizer.decode(answer, skip_special_tokens=True))
-
-
-def _call_facts(batch: Any) -> DraftCall:
-    mode = batch.forward_mode.name
-    accepted = getattr(batch.spec_info, "num_accept_tokens", None)
-    return DraftCall(
-        mode=mode,
-        rids=list(batch.rids),
-        input_ids=to_array(batch.input_ids),
-        positions=to_array(batch.positions),
-        seq_lens=to_array(batch.seq_lens),
-        extend_lens=None if batch.extend_seq_lens is None or mode == "DECODE" else to_array(batch.extend_seq_lens),
-        accept_lens=to_array(accepted) if mode == "DRAFT_EXTEND_V2" else None,
-    )
 
 
 def _torch_index(index: Index, like: Any) -> Any:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +9,7 @@ import numpy as np
 import torch
 
 from eagle_trace.capture import LEVELS, Array, Rows
-from eagle_trace.errors import HostError, UsageError
+from eagle_trace.errors import UsageError
 from eagle_trace.patience import MAX_WAIT, check_wait
 from eagle_trace.prompts import content_key, unique_key
 from eagle_trace.recording.arrays import best_ids, to_array
@@ -19,13 +17,12 @@ from eagle_trace.selection import EVERYTHING, Selection
 from eagle_trace.sites import fused_slices
 from eagle_trace.store import Place
 from eagle_trace.writer import TraceWriter
-from eagle_trace_speculators.forward import INTEGER_SITES
 from eagle_trace_training.batches import Batch
 from eagle_trace_training.first_tokens import UNKNOWN, FirstTokens
+from eagle_trace_training.forward import INTEGER_SITES, feeds_another
+from eagle_trace_training.host import LiveDraft
 from eagle_trace_training.session import TOPK, keeps_best
 
-#: speculators names a metric of step 2 ``full_acc_2_sum``
-STEP_OF_METRIC = re.compile(r"_(\d+)_(?:sum|total)$")
 #: rows that are no data (their token is another document's, or padding) and that the loss counts all the same
 LEAKING = "loss_rows_across_documents"
 
@@ -61,7 +58,7 @@ class BatchTaker:
     """Takes what one forward after another shows, and writes it. Of no use to two forwards at once.
 
     Args:
-        model: the `Eagle3DraftModel` in training.
+        live: the draft in training.
         writer: takes the captures.
         asked: what to keep.
         first_tokens: finds the first token of each document.
@@ -73,8 +70,8 @@ class BatchTaker:
         full: whether the budget was spent in the middle of one.
     """
 
-    def __init__(self, model: Any, writer: TraceWriter, asked: LiveOptions, first_tokens: FirstTokens) -> None:
-        self._model, self._writer, self._asked = model, writer, asked
+    def __init__(self, live: LiveDraft, writer: TraceWriter, asked: LiveOptions, first_tokens: FirstTokens) -> None:
+        self._live, self._writer, self._asked = live, writer, asked
         self._first_tokens = first_tokens
         self._seen: dict[str, int] = {}
         self._calls = 0
@@ -103,22 +100,22 @@ class BatchTaker:
 
         Args:
             batch: what it was given.
-            hidden_states: the target's features, [1, T, n * G].
+            hidden_states: the target's features, [..., n * G].
         """
-        self._prompts = [self._put_prompt(number, tokens) for number, tokens in enumerate(batch.documents)]
+        self._prompts = [self._put_prompt(number, tokens, batch) for number, tokens in enumerate(batch.documents)]
         self._batch, self._labels, self._call_of, self._step, self.full = batch, None, [], -1, False
         self._device = hidden_states.device
-        for name, columns in fused_slices(hidden_states.shape[-1], self._model.hidden_size):
+        for name, columns in fused_slices(hidden_states.shape[-1], self._live.hidden_size):
             self.receive(0, name, hidden_states[..., columns])
         self.receive(0, "fused", hidden_states)
 
     def take_targets(self, logits: Any) -> None:
-        """The verifier's own logits over the draft vocabulary, [1, T, V]: their best ids are the labels."""
-        if self._batch is not None and logits.shape[1] == len(self._batch):
+        """The verifier's own logits over the draft vocabulary, [..., V]: their best ids are the labels."""
+        if self._batch is not None and logits.shape[:-1].numel() == len(self._batch):
             self._labels = to_array(logits.argmax(dim=-1).reshape(-1), copy=False)
 
     def receive(self, step: int, site: str, tensor: Any) -> None:
-        """A tensor [1, T, W] of a site, or ids [1, T]; rows that are data and wanted are kept."""
+        """A tensor [..., W] of a site, or ids [...]; rows that are data and wanted are kept."""
         if self._batch is None:
             return
         if step != self._step:
@@ -129,10 +126,7 @@ class BatchTaker:
         if site in INTEGER_SITES:
             expected = self._rows.token_id if site == "token" else self._rows.position
             if not np.array_equal(to_array(flat.index_select(0, self._index), copy=False), expected):
-                raise HostError(
-                    f"this version of speculators feeds another {site} at step {step} than the one this recorder was "
-                    "written for (0.9.0): install that one, or report it"
-                )
+                raise feeds_another(self._live.host.name, site, step)
             return
         dtype = str(tensor.dtype).removeprefix("torch.")
         self._shapes.append({"site": site, "shape": list(flat.shape), "dtype": dtype})
@@ -163,9 +157,9 @@ class BatchTaker:
         self._leave()
         self._batch = None
 
-    def _put_prompt(self, number: int, tokens: Array) -> int:
+    def _put_prompt(self, number: int, tokens: Array, batch: Batch) -> int:
         prompt = len(self.keys)
-        first = self._first_tokens.find(tokens)
+        first = self._first_tokens.find(tokens) if batch.first is None else int(batch.first[number])
         self.unknown += first == UNKNOWN
         ids = [first, *tokens.tolist()]
         self.keys.append(unique_key(content_key("input_ids", ids), self._seen))
@@ -202,7 +196,7 @@ class BatchTaker:
         call = self._calls
         self._calls += 1
         self._call_of.append(call)
-        mode = "train" if self._model.training else "eval"
+        mode = "train" if self._live.draft.training else "eval"
         shared = {"call_id": call, "role": "draft", "mode": mode, "shapes": self._shapes}
         self._writer.put_record("calls", shared | {"batch_size": len(self._prompts), "tokens": len(batch)})
         training: dict[str, Array] = {}
@@ -218,36 +212,12 @@ class BatchTaker:
             record = {"batch": self.batches, "call_id": call, "step": step, "name": name, "value": value}
             self._writer.put_record("metrics", record)
 
-        if not (isinstance(output, tuple) and len(output) == 3):
-            return  # no verifier was given, so there is no loss
-        _, loss, metrics = output
-        put("loss", float(loss))
-        for name, value in metrics.items():
-            step = STEP_OF_METRIC.search(name)
-            put(name, float(value), int(step.group(1)) if step else None)
-        for step_number in range(1, len(self._call_of)):
-            put(LEAKING, batch.leaking(step_number), step_number)
+        metrics = list(self._live.metrics(output))
+        for name, value, step in metrics:
+            put(name, value, step)
+        for step in range(1, len(self._call_of) if metrics else 0):
+            put(LEAKING, batch.leaking(step), step)
 
     def _target_ids(self, draft_ids: Array) -> Array:
-        d2t = self._model.d2t
+        d2t = self._live.draft.d2t
         return draft_ids if d2t is None else draft_ids + to_array(d2t, copy=False)[draft_ids]
-
-
-def batch_of(given: Mapping[str, Any]) -> Batch:
-    """The forward's arguments, by name, as plain numbers.
-
-    Raises:
-        HostError: they are not one packed row of tokens.
-    """
-    if given["input_ids"].shape[0] != 1:
-        raise HostError(f"the forward was given {given['input_ids'].shape[0]} rows of tokens, not one packed row")
-    flat = {
-        name: to_array(given[name].reshape(-1), copy=False)
-        for name in ("input_ids", "document_ids", "position_ids", "loss_mask")
-        if given.get(name) is not None
-    }
-    tokens = flat["input_ids"].astype(np.int32)
-    # without positions the forward counts rows from 1, over all documents
-    positions = flat.get("position_ids", np.arange(1, len(tokens) + 1)).astype(np.int32)
-    mask = flat["loss_mask"].astype(np.bool_) if "loss_mask" in flat else None
-    return Batch(tokens, positions, flat["document_ids"].astype(np.int32), mask)

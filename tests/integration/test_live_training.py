@@ -310,7 +310,7 @@ def _raise(*_: Any, **__: Any) -> Any:
 FAILURES: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "in a site": lambda patch: patch.setattr(live_batches, "best_ids", _raise),
     "in the middle of the metrics": lambda patch: patch.setattr(live_batches.BatchTaker, "_put_metrics", _raise),
-    "while hanging hooks": lambda patch: patch.setattr("eagle_trace_training.live.SiteTap", _raise),
+    "while hanging hooks": lambda patch: patch.setattr("eagle_trace_speculators.live.SiteTap", _raise),
     "on the disk": lambda patch: patch.setattr("eagle_trace.parts.PartStream._open", _raise),
 }
 

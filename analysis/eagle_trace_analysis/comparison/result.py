@@ -11,6 +11,7 @@ from eagle_trace_analysis.comparison.sketch import ROW_ERROR
 from eagle_trace_analysis.comparison.tolerance import Tolerance
 from eagle_trace_analysis.pairing.pairs import Coverage
 from eagle_trace_analysis.pairing.roles import Roles
+from eagle_trace_analysis.shown import html_of
 
 if TYPE_CHECKING:
     from eagle_trace_analysis.diagnosis.diagnose import Diagnosis
@@ -283,7 +284,5 @@ class Diff:
         where = f" at {first.site}, step {first.step}" if first is not None else ""
         return f"Diff({self.verdict}{where}; {len(self.sites)} sites and steps, level {self.level})"
 
-    def _repr_html_(self) -> str:
-        from eagle_trace_analysis.report.notebook import diff_html
-
-        return diff_html(self)
+    def _repr_html_(self) -> str | None:
+        return html_of(self)

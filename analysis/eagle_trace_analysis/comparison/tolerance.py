@@ -152,7 +152,11 @@ class Tolerances:
         self._two_servers = (train.side, serve.side) == ("serve", "serve")
         self._floors = _read_floors(floors or train)
         self.shared_features = shares_features(train, serve)
-        measured_drift = any(site.startswith(_TARGET) and dtype == self.dtype for site, _, dtype in self._floors)
+        # features out of a file have no other precision beside them: a floor of 0 says so, and nothing of rounding
+        measured_drift = any(
+            site.startswith(_TARGET) and dtype == self.dtype and floor["rho_max"] > 0
+            for (site, _, dtype), floor in self._floors.items()
+        )
         self._drift_layers = 0 if self.shared_features or measured_drift else _target_layers([train, serve])
         self._ancestors = cache(self._find_ancestors)
 

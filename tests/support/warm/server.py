@@ -33,7 +33,7 @@ PRELOADED = (
     "sglang.srt.models.llama_eagle3",
     "sglang.srt.layers.attention.intel_amx_backend",
     "transformers.models.llama.tokenization_llama",
-    "eagle_trace_sglang.engine",
+    "eagle_trace_sglang.launch",
 )
 
 

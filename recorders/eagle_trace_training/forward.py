@@ -2,81 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
-from torch.overrides import TorchFunctionMode
 
 from eagle_trace.capture import Array
 from eagle_trace.errors import HostError
+from eagle_trace.manifest import Manifest
 from eagle_trace.recording.arrays import to_array
 from eagle_trace.recording.hooks import Hooks
 from eagle_trace.sites import fused_slices
-from eagle_trace_speculators.hooks import SiteTap
-from eagle_trace_speculators.load import DTYPES, LoadedDraft
 from eagle_trace_training.documents import Pack
+from eagle_trace_training.host import HungTaps, LoadedDraft
+from eagle_trace_training.numerics import DTYPES, computing_in
 
 #: receives (step, site, rows [captured rows, W]) of every value site
 Take = Callable[[int, str, Array], None]
 Shapes = dict[int, list[dict[str, Any]]]
 
-ROWS = 512
-ATTENTION_BYTES = 1 << 30
-ONE_THREAD_BELOW = 1024
 INTEGER_SITES = ("token", "position")
 
 
-class _Float64(TorchFunctionMode):
-    """Keeps a float64 forward in float64 where the model's code asks for float32 (norms, softmax, rope)."""
+def say_seen(manifest: Manifest, tap: HungTaps) -> None:
+    """Write into the manifest what the forward was seen to compute; what the config claims is kept beside it.
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is torch.Tensor.float:
-            return args[0].double()
-        args = tuple(torch.float64 if value is torch.float32 else value for value in args)
-        kwargs = {name: torch.float64 if value is torch.float32 else value for name, value in kwargs.items()}
-        return func(*args, **kwargs)
-
-
-@contextmanager
-def computing_in(dtype: str) -> Iterator[None]:
-    """No gradients; and if `dtype` is float64, no detour through float32 either."""
-    with torch.inference_mode():
-        if dtype == "float64":
-            with _Float64():
-                yield
-        else:
-            yield
-
-
-@contextmanager
-def threads_for(device: str, hidden_size: int) -> Iterator[None]:
-    """One thread for small models on a CPU, as many as torch likes for others.
-
-    Threads that wait for each other after every small operation lose more than they win: on a busy machine of
-    two cores, a draft of hidden size 128 took more than ten times as long on two threads as on one.
+    The diagnosis computes by the manifest's config, and a flag may mean another thing in another release of a trainer.
     """
-    threads = torch.get_num_threads()
-    if device == "cpu" and hidden_size < ONE_THREAD_BELOW:
-        torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
+    if seen := dict(tap.seen):
+        config = dict(manifest.draft.get("config") or {})
+        as_written = {name: config.get(name) for name in seen}
+        manifest.draft |= {"config": config | seen, "as_written": as_written, **seen}
 
 
-def row_budget(heads: int, steps: int, element_bytes: int) -> int:
-    """Rows a forward may have: its attention weights, [heads, T, steps * T] a few times over, must fit the
-    memory.
-
-    Small packs are also the fast ones: eager attention computes every pair of documents, to mask it away.
-    """
-    # scores, scores with the mask, softmax in float32 and its result are alive together
-    each = 4 * max(4, element_bytes) * heads * steps
-    return max(1, min(ROWS, int((ATTENTION_BYTES / each) ** 0.5)))
+def feeds_another(host: str, site: str, step: int) -> HostError:
+    """The error of a forward that feeds another token, or rotates by another position, than its batch says."""
+    return HostError(
+        f"this version of {host} feeds another {site} at step {step} than the one this recorder was written for: "
+        "install a release that docs/support.md names, or report it"
+    )
 
 
 class PackRunner:
@@ -102,7 +67,7 @@ class PackRunner:
 
     def __enter__(self) -> PackRunner:
         try:
-            self._tap = SiteTap(self._hooks, self._draft.model, self._receive)
+            self.tap = self._draft.host.sites(self._hooks, self._draft.model, self._receive)
         except BaseException:
             self._hooks.remove()
             raise
@@ -131,17 +96,11 @@ class PackRunner:
         guesses = [pack.index(step, guesses=True) for step in range(pack.steps)]
         self._guess_index, self.guesses = [torch.from_numpy(one).to(device) for one in guesses], {}
         self._take, self._shapes, self._fed = take, {step: [] for step in range(pack.steps)}, {}
-        hidden_states = features.to(device=device, dtype=DTYPES[self._dtype])[None]
+        hidden_states = features.to(device=device, dtype=DTYPES[self._dtype])
         with computing_in(self._dtype):
             self._given(hidden_states)
-            self._tap.restart()
-            self._draft.forward(
-                hidden_states=hidden_states,
-                input_ids=torch.from_numpy(pack.token_ids).long().to(device)[None],
-                document_ids=torch.from_numpy(pack.document_ids).long().to(device)[None],
-                position_ids=torch.from_numpy(pack.positions).long().to(device)[None],
-                ttt_steps=pack.steps,
-            )
+            self.tap.restart()
+            self._draft.host.forward(self._draft.model, pack, hidden_states)
         self._take = None
         self._check_fed(pack)
         return self._shapes
@@ -152,7 +111,9 @@ class PackRunner:
         self._receive(0, "fused", hidden_states)
 
     def _receive(self, step: int, site: str, tensor: Any) -> None:
-        if self._take is None:
+        # what one forward computes beyond its last step shows the last carry only; and a wrapped function of the
+        # trainer's module is heard by all runners
+        if self._take is None or step >= len(self._index):
             return
         integer = site in INTEGER_SITES
         flat = tensor.reshape(-1) if integer else tensor.reshape(-1, tensor.shape[-1])
@@ -171,7 +132,4 @@ class PackRunner:
             expected = pack.rows(step, 0)
             for site, column in (("token", expected.token_id), ("position", expected.position)):
                 if not np.array_equal(self._fed[step, site], column):
-                    raise HostError(
-                        f"this version of speculators feeds another {site} at step {step} than "
-                        "the one this recorder was written for (0.9.0): install that one, or report it"
-                    )
+                    raise feeds_another(self._draft.host.name, site, step)
