@@ -150,6 +150,10 @@ def compare(
     asked = Asked(target, trained, deployed, prompts, tuple(servers), ask, tuple(without_secrets(sys.argv)))
     asked.check()
     judged = Judged(minimum_share, tolerance, max_drop, baseline)
+    if baseline is not None:
+        from eagle_trace.reader import open_trace
+
+        open_trace(baseline)  # found out now, not after the recording
     with open_workspace(keep, asked.identity()) as workspace:
         result = _run(asked, workspace, judged, reports, quiet=quiet, verbose=verbose)
         status = result if isinstance(result, int) else _tell(result, workspace, reports, verbose=verbose)
