@@ -1,6 +1,6 @@
-"""A family's pair of `tiny_targets` on both hosts; ``python -m tests.support.target_pairs`` runs all and prints a table.
+"""A family's pair of `tiny_targets` on both hosts.
 
-The table is that of docs/support.md.
+``python -m tests.support.target_pairs`` runs all of them and prints the table of docs/support.md.
 """
 
 from __future__ import annotations
@@ -133,9 +133,8 @@ def main() -> int:
     parser.add_argument("families", nargs="*", choices=[[], *FAMILIES], help="all without a name")
     names = parser.parse_args().families or list(FAMILIES)
     logging.disable(logging.CRITICAL)
-    print(
-        "| family | class | dtype | check | healthy | one layer fed | seconds |\n| --- | --- | --- | --- | --- | --- | --- |"
-    )
+    titles = ("family", "class", "dtype", "check", "healthy", "one layer fed", "seconds")
+    print(f"| {' | '.join(titles)} |\n|{' --- |' * len(titles)}")
     from eagle_trace_serving import process
 
     with warm_python() as python, tempfile.TemporaryDirectory(prefix="eagle-trace-targets-") as folder:
