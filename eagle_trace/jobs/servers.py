@@ -160,9 +160,10 @@ class Elsewhere:
         said: list[str] = []
         try:
             assert process.stderr is not None
-            for line in process.stderr:
-                said.append(line.rstrip("\n"))
-                progress(f"{self.called}: {said[-1]}")
+            with process.stderr as lines:
+                for line in lines:
+                    said.append(line.rstrip("\n"))
+                    progress(f"{self.called}: {said[-1]}")
             status = process.wait()
         except BaseException:
             process.terminate()  # it takes its server down before it ends
@@ -220,7 +221,7 @@ def servers_of(
         raise UsageError("--host starts a server here and --env one in another environment: give one of the two")
     found += [Here(host) for host in hosts]
     if against is not None:
-        found.append(Running(against, **keys))
+        found.append(Running(against, keys.get("api_key"), keys.get("admin_api_key")))
     found = found or [Here(find_host("server").name)]
     if len(found) > 2:
         raise UsageError(f"{len(found)} servers were named: give one, or two to compare them with each other")

@@ -85,15 +85,27 @@ class ServeRecorder:
 
     def arrived(self, request: Any) -> None:
         """A request was queued."""
-        self._guarded(lambda recording: recording.arrived(request))
+        self.tell(lambda recording: recording.arrived(request))
 
     def ended(self, request: Any) -> None:
         """A request was answered or aborted; with the last one the hooks come off."""
-        self._guarded(lambda recording: recording.ended(request))
+        self.tell(lambda recording: recording.ended(request))
 
-    def verified(self, result: Any, batch: Any) -> None:
-        """A verify round is over."""
-        self._guarded(lambda recording: recording.verified(result, batch))
+    def tell(self, event: Callable[[Any], None]) -> None:
+        """Pass an event to the recording that is going on, if there is one; an error ends it and not the server."""
+        active = self._active
+        if active is None:
+            return
+        try:
+            event(active.recording)
+        except Exception as error:  # noqa: BLE001 (reported, never raised into the host)
+            self._fail(active, error)
+
+    def fail(self, error: BaseException) -> None:
+        """What told this recorder of the server went wrong: end the recording that is going on."""
+        active = self._active
+        if active is not None:
+            self._fail(active, error)
 
     def between_batches(self) -> None:
         """No forward is running: take the hooks off if nothing is left to record."""
@@ -145,7 +157,7 @@ class ServeRecorder:
             for row in self._params():
                 writer.put_record("params", row)
             recording = self._draft.recording(order, writer)
-            self._draft.hang(hooks, self._guarded, order, manifest)
+            self._draft.hang(hooks, self.tell, order, manifest)
         except Exception as error:
             hooks.remove()
             writer.abort(error)
@@ -230,16 +242,6 @@ class ServeRecorder:
                 target=active.recording.abort, args=(error,), name="eagle-trace-abort", daemon=True
             ).start()
             self._say_failed(active.number, error, active.recording.writer.waited)
-
-    def _guarded(self, event: Callable[[Recording], None]) -> None:
-        """Tell the recording, if there is one, such that an error ends it and not the host's forward."""
-        active = self._active
-        if active is None:
-            return
-        try:
-            event(active.recording)
-        except Exception as error:  # noqa: BLE001 (reported, never raised into the host)
-            self._fail(active, error)
 
     def _say_failed(self, number: int | None, error: BaseException, waited: float = 0.0) -> None:
         self._say("failed", number, *_words(error), waited)

@@ -108,10 +108,6 @@ class Recording(ABC):
         """A request was answered or aborted: `_leave` it."""
 
     @abstractmethod
-    def verified(self, result: Any, batch: Any) -> None:
-        """A verify round is over: `_close_round` for each request."""
-
-    @abstractmethod
     def exchange(self, request: Any) -> Exchange:
         """What is known of a request by now."""
 

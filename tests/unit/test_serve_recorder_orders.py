@@ -127,8 +127,8 @@ def test_what_fails_in_the_schedulers_thread_ends_the_recording_at_once(
     def broken(_: object) -> None:
         raise ZeroDivisionError("a bug")
 
-    recorder._guarded(broken)
-    recorder._guarded(broken)
+    recorder.tell(broken)
+    recorder.tell(broken)
     recorder.between_batches()
     assert time.monotonic() - started < 1
     name, number, why, detail, waited = main.hears()
