@@ -35,7 +35,8 @@ class OnDevice(torch.Tensor):
             if func is torch.Tensor.copy_ and not isinstance(args[0], OnDevice):
                 return device.carry(args[0], args[1], kwargs.get("non_blocking", False))
             masks = func is torch.Tensor.__getitem__ and getattr(args[1], "dtype", None) is torch.bool
-            away = func is torch.Tensor.to and "cpu" in (*map(str, args[1:]), str(kwargs.get("device")))
+            # what is said to be the device is a CPU to torch: only the name means the host
+            away = func is torch.Tensor.to and any(isinstance(one, str) and one == "cpu" for one in args[1:])
             if func.__name__ in BLOCKING or masks or away:
                 device.blocking.append(func.__name__)
         return super().__torch_function__(func, types, args, kwargs)
