@@ -30,7 +30,7 @@ from eagle_trace.sitedata import (
     scan,
     to_rows,
 )
-from eagle_trace.sites import draft_sites
+from eagle_trace.sites import forward_order
 from eagle_trace.store import Place, Store, open_store, reason
 from eagle_trace.tables import last_prompts, read_table, whole_params
 from eagle_trace.valuereader import SketchReader, ValueReader, iter_blocks
@@ -210,9 +210,7 @@ class Trace:
     @property
     def sites(self) -> list[str]:
         """Names of the sites with rows, in forward order (every site seen, at level ``shapes``)."""
-        names = {name for name in self._scanned if self.site_data(name)} or set(self.shapes)
-        order = {site.name: index for index, site in enumerate(draft_sites(64, 8))}
-        return sorted(names, key=lambda name: (order.get(name, len(order)), name))
+        return forward_order({name for name in self._scanned if self.site_data(name)} or set(self.shapes))
 
     def site_data(self, site: str) -> list[SiteData]:
         """What the trace holds of a site: one entry a (dtype, width) seen, [] if it has no rows of it."""

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from eagle_trace.capture import Rows
 from eagle_trace.errors import UsageError
-from eagle_trace.sites import draft_sites
+from eagle_trace.sites import known_names
 
 #: what a selection may consist of: the server's scheduler asks it at every forward, and anybody may send one
 MOST_PATTERNS, LONGEST_PATTERN, MOST_RANGES = 100, 100, 1000
@@ -65,7 +65,7 @@ class Selection:
                 f"sites are chosen by at most {MOST_PATTERNS} patterns of at most {LONGEST_PATTERN} letters: "
                 "use * for what they have in common"
             )
-        names = [site.name for site in draft_sites(64, 8)] if patterns else []
+        names = known_names() if patterns else []
         for pattern in patterns:
             if not any(fnmatchcase(name, pattern) for name in names):
                 raise UsageError(

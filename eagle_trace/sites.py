@@ -1,147 +1,39 @@
-"""The sites of the draft forward: one list, in forward order, the same names on both sides.
+"""The sites of the draft forward: the same names on both sides, in forward order, whatever the family of the draft.
 
-A **site** is a named point of the draft forward. Shapes below are those of one call with T rows: H hidden size of the
-draft, G hidden size of the target, n target layers whose hidden states are fed, A = heads x head size, K = key/value
-heads x head size, I intermediate size, V draft vocabulary.
-
-The names of the sites inside decoder layer N start with ``layer.N.``. Dataflow is kept beside the names, because the
-first divergence is a site that differs while everything it is computed from agrees.
+The lists themselves are in `eagle_trace.families`.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from functools import cache
 
-Kind = Literal["integer", "value"]
+from eagle_trace.families import EAGLE3, FAMILIES, Family, Site
+from eagle_trace.families.base import Kind
 
+__all__ = [
+    "ROW_SITES", "TOPK_SITES", "Kind", "Site", "draft_sites", "family_of", "forward_order", "forward_place",
+    "fused_slices", "known_names", "known_site", "site_of_parameter", "sites_of",
+]  # fmt: skip
 
-@dataclass(frozen=True)
-class Site:
-    """One named point of the draft forward.
-
-    Attributes:
-        name: the site's name (``fc.out``, ``layer.0.attn.q``).
-        axes: shape legend of one row, e.g. ``("H",)``; integer sites hold one number a row and have no axes.
-        kind: ``integer`` sites are compared exactly, ``value`` sites within a tolerance.
-        steps: ``first`` if only the extend row (step 0) has it, ``later`` if only draft steps have it, else ``all``.
-        inputs: sites this one is computed from, in the same step.
-        carried: sites of the step before that this one is computed from (draft steps only).
-        roundings: how many values were rounded to the model's dtype between the sites in `inputs` and this one.
-        meaning: one line for people.
-    """
-
-    name: str
-    axes: tuple[str, ...]
-    kind: Kind
-    steps: Literal["first", "later", "all"]
-    inputs: tuple[str, ...]
-    carried: tuple[str, ...] = ()
-    roundings: int = 1
-    meaning: str = ""
+#: layers of the largest target and draft whose sites are listed by name
+_MOST_LAYERS = 64
 
 
-def _before_layers(target_layers: int) -> list[Site]:
-    target = [
-        Site(
-            f"target.hidden.{k}",
-            ("G",),
-            "value",
-            "first",
-            ("token",),
-            meaning=f"feature {k} taken from the target",
-        )
-        for k in range(target_layers)
-    ]
-    names = tuple(site.name for site in target)
-    return [
-        Site("token", (), "integer", "all", (), meaning="token beside the feature: x[root + 1], or the draft's guess"),
-        Site("position", (), "integer", "all", (), meaning="position the row is rotated by"),
-        *target,
-        Site("fused", ("n*G",), "value", "first", names or ("token",), roundings=0, meaning="features side by side"),
-        Site("fc.in", ("n*G",), "value", "first", ("fused",), meaning="what the fc projection receives"),
-        Site("fc.out", ("H",), "value", "first", ("fc.in",), meaning="target features projected to the draft's width"),
-        Site(
-            "hidden", ("H",), "value", "all", ("fc.out", "fused"), carried=("carry",), roundings=0,
-            meaning="hidden state entering the first decoder layer: fc.out, or the carry of the step before",
-        ),
-        Site("embed", ("H",), "value", "all", ("token",), meaning="embedding of the token"),
-    ]  # fmt: skip
-
-
-def _layer(n: int) -> list[Site]:
-    at = f"layer.{n}"
-    stream = "hidden" if n == 0 else f"layer.{n - 1}.out"
-    norms = [
-        Site(f"{at}.embed_norm", ("H",), "value", "all", ("embed",), meaning="embedding after input_layernorm"),
-        Site(f"{at}.hidden_norm", ("H",), "value", "all", ("hidden",), meaning="hidden state after hidden_norm"),
-    ]
-    if n > 0:
-        norms = [Site(f"{at}.hidden_norm", ("H",), "value", "all", (stream,), meaning="stream after its norm")]
-    into = tuple(site.name for site in norms)
-    return [
-        *norms,
-        Site(f"{at}.attn.q", ("A",), "value", "all", into, meaning="queries before rotation"),
-        Site(f"{at}.attn.k", ("K",), "value", "all", into, meaning="keys before rotation"),
-        Site(f"{at}.attn.v", ("K",), "value", "all", into, meaning="values"),
-        Site(f"{at}.attn.q_rope", ("A",), "value", "all", (f"{at}.attn.q", "position"), meaning="rotated queries"),
-        Site(f"{at}.attn.k_rope", ("K",), "value", "all", (f"{at}.attn.k", "position"), meaning="rotated keys"),
-        Site(
-            f"{at}.attn.context", ("A",), "value", "all",
-            (f"{at}.attn.q_rope", f"{at}.attn.k_rope", f"{at}.attn.v"),
-            carried=(f"{at}.attn.k_rope", f"{at}.attn.v"), roundings=2,
-            meaning="attention output before the output projection",
-        ),
-        Site(f"{at}.attn.out", ("H",), "value", "all", (f"{at}.attn.context",), meaning="attention output projection"),
-        Site(
-            f"{at}.attn.residual", ("H",), "value", "all", (f"{at}.attn.out", stream),
-            meaning="residual stream after attention was added",
-        ),
-        Site(f"{at}.mlp.norm", ("H",), "value", "all", (f"{at}.attn.residual",), meaning="stream after its norm"),
-        Site(f"{at}.mlp.gate", ("I",), "value", "all", (f"{at}.mlp.norm",), meaning="gate projection"),
-        Site(f"{at}.mlp.up", ("I",), "value", "all", (f"{at}.mlp.norm",), meaning="up projection"),
-        Site(
-            f"{at}.mlp.act", ("I",), "value", "all", (f"{at}.mlp.gate", f"{at}.mlp.up"), roundings=2,
-            meaning="activation(gate) * up",
-        ),
-        Site(f"{at}.mlp.out", ("H",), "value", "all", (f"{at}.mlp.act",), meaning="down projection"),
-        Site(
-            f"{at}.out", ("H",), "value", "all", (f"{at}.mlp.out", f"{at}.attn.residual"),
-            meaning="residual stream after the layer",
-        ),
-    ]  # fmt: skip
-
-
-def _after_layers(draft_layers: int) -> list[Site]:
-    last = f"layer.{draft_layers - 1}.out"
-    return [
-        Site("norm", ("H",), "value", "all", (last,), meaning="final norm, read by the head"),
-        Site(
-            "carry",
-            ("H",),
-            "value",
-            "all",
-            (last,),
-            roundings=0,
-            meaning="hidden state handed to the next step",
-        ),
-        Site("logits", ("V",), "value", "all", ("norm",), meaning="scores over the draft vocabulary"),
-        Site("topk.draft_id", (), "integer", "all", ("logits",), meaning="best draft ids"),
-        Site("topk.target_id", (), "integer", "all", ("topk.draft_id",), meaning="their target ids, after d2t"),
-    ]
-
-
-def draft_sites(target_layers: int = 3, draft_layers: int = 1) -> list[Site]:
+def draft_sites(target_layers: int = 3, draft_layers: int = 1, family: Family = EAGLE3) -> list[Site]:
     """All sites of a draft of `draft_layers` decoder layers fed by `target_layers` target layers, in forward order."""
-    layers = [site for n in range(draft_layers) for site in _layer(n)]
-    return [*_before_layers(target_layers), *layers, *_after_layers(draft_layers)]
+    return family.sites(target_layers, draft_layers)
 
 
-def _count(names: Iterable[str], pattern: str) -> int:
-    found = [int(match.group(1)) for name in names if (match := re.match(pattern, name))]
-    return max(found, default=-1) + 1
+#: sites that are columns of rows.parquet, and those of topk.parquet
+ROW_SITES = tuple(site.name for site in draft_sites() if site.kept == "rows")
+TOPK_SITES = tuple(site.name for site in draft_sites() if site.kept == "topk")
+
+
+def family_of(names: Sequence[str]) -> Family:
+    """The family of the draft that sites called `names` belong to; the first one if none knows them all."""
+    return next((family for family in FAMILIES if not family.sites_of(names)[1]), FAMILIES[0])
 
 
 def sites_of(names: Sequence[str]) -> list[Site]:
@@ -150,11 +42,59 @@ def sites_of(names: Sequence[str]) -> list[Site]:
     Raises:
         ValueError: a name is no site's.
     """
-    sites = draft_sites(_count(names, r"target\.hidden\.(\d+)$"), max(1, _count(names, r"layer\.(\d+)\.")))
-    unknown = sorted(set(names) - {site.name for site in sites})
+    sites, unknown = family_of(names).sites_of(names)
     if unknown:
         raise ValueError(f"not the name of a site: {', '.join(unknown)}")
     return sites
+
+
+@cache
+def _known() -> dict[str, tuple[int, Site]]:
+    found: dict[str, tuple[int, Site]] = {}
+    for family in FAMILIES:
+        for site in family.sites(_MOST_LAYERS, _MOST_LAYERS):
+            found.setdefault(site.name, (len(found), site))
+    return found
+
+
+def known_site(name: str) -> Site | None:
+    """The site of a name, of whatever family; None if no family has one of that name."""
+    found = _known().get(name)
+    return None if found is None else found[1]
+
+
+def forward_order(names: Iterable[str]) -> list[str]:
+    """Names of sites in forward order, each once; names that are no site's come last, by the alphabet."""
+    return sorted(set(names), key=lambda name: (forward_place(name), name))
+
+
+def forward_place(name: str) -> int:
+    """The place of a site in forward order, counted through all sites there are; of an unknown name, behind them."""
+    found = _known().get(name)
+    return len(_known()) if found is None else found[0]
+
+
+def known_names() -> list[str]:
+    """The names of all sites, in forward order."""
+    return list(_known())
+
+
+@cache
+def _sites_by_parameter() -> dict[str, str]:
+    # of one layer behind the first and of one feature: the others are like them
+    lists = [family.sites(1, 2) for family in reversed(FAMILIES)]
+    return {module: site.name for sites in lists for site in sites for module in site.parameters}
+
+
+def site_of_parameter(name: str) -> str | None:
+    """The site that a parameter shows at first, by the parameter's trained name; None if it is no site's."""
+    module = re.sub(r"\.(weight|bias)$", "", name)
+    found = re.match(r"layers\.(\d+)\.(.+)$", module)
+    if found is None:
+        return _sites_by_parameter().get(re.sub(r"^fc_norm\.\d+$", "fc_norm.0", module))
+    layer = found.group(1)
+    site = _sites_by_parameter().get(f"layers.{min(int(layer), 1)}.{found.group(2)}")
+    return None if site is None else re.sub(r"^layer\.\d+\.", f"layer.{layer}.", site)
 
 
 def fused_slices(width: int, target_width: int) -> list[tuple[str, slice]]:

@@ -7,12 +7,12 @@
 'fused'
 """
 
-from eagle_trace_analysis.align import Alignment, align
-from eagle_trace_analysis.diff import diff
-from eagle_trace_analysis.metrics import IdMetrics, Metrics
-from eagle_trace_analysis.pairs import Coverage, Pairs
-from eagle_trace_analysis.result import AcceptLength, Diff, Divergence, Note, RowKey, SiteResult
-from eagle_trace_analysis.tolerance import Tolerance, Tolerances
+from eagle_trace_analysis.comparison.diff import diff
+from eagle_trace_analysis.comparison.metrics import IdMetrics, Metrics
+from eagle_trace_analysis.comparison.result import AcceptLength, Diff, Divergence, Note, RowKey, SiteResult
+from eagle_trace_analysis.comparison.tolerance import Tolerance, Tolerances
+from eagle_trace_analysis.pairing.align import Alignment, align
+from eagle_trace_analysis.pairing.pairs import Coverage, Pairs
 
 __all__ = [
     "AcceptLength",

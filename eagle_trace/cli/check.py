@@ -28,17 +28,20 @@ def check(
             help="Another checkpoint of this draft: the one before a fix, or the speculators folder it came from."
         ),
     ] = None,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", help="text: only what failed or warned, and the counts.")
+    ] = False,
     format: Annotated[CheckFormat, typer.Option("--format", help="text, or json for machines.")] = CheckFormat.text,
 ) -> None:
     """Check a draft without running it. Exit status 0: nothing failed, 1: something did, 2: not checked."""
     from eagle_trace.terminal import PlainConsole
     from eagle_trace_analysis.checkpoint.check import check as check_checkpoint
-    from eagle_trace_analysis.report.check import render_json, render_text
+    from eagle_trace_analysis.report.check import render_brief, render_json, render_text
 
     result = check_checkpoint(draft, target=target, reference=reference)
     if format is CheckFormat.json:
         typer.echo(render_json(result))
     else:
-        render_text(result, PlainConsole())
+        (render_brief if quiet else render_text)(result, PlainConsole())
     if result.exit_status:
         raise typer.Exit(result.exit_status)

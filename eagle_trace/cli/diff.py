@@ -15,7 +15,7 @@ from eagle_trace.errors import OutputExistsError, UsageError
 from eagle_trace.printable import printable
 
 if TYPE_CHECKING:
-    from eagle_trace_analysis.fold import Executor
+    from eagle_trace_analysis.comparison.fold import Executor
 
 
 class Format(StrEnum):
@@ -90,6 +90,9 @@ def diff(
         str | None,
         typer.Option(metavar="URL", help="Compare on this Dask cluster (tcp://host:8786) instead.", show_default=False),
     ] = None,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="text: all that was compared, ruled out and not tested, too.")
+    ] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace --out if it exists.")] = False,
 ) -> None:
     """Compare two traces and name the first place where they part.
@@ -103,10 +106,11 @@ def diff(
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     from eagle_trace.reader import open_trace
     from eagle_trace_analysis import diff as compare
+    from eagle_trace_analysis.report.ending import next_command
     from eagle_trace_analysis.report.json import to_json_text
-    from eagle_trace_analysis.report.text import print_diff, render
+    from eagle_trace_analysis.report.text import print_diff, print_ending, render
 
-    _check_out(out, force=force)
+    check_out(out, force=force)
     if workers is not None and scheduler is not None:
         raise UsageError("--workers counts threads of this machine and --scheduler names a cluster: give one of them")
     if format is Format.html:
@@ -115,7 +119,7 @@ def diff(
         if out is None:
             raise UsageError("--format html needs a file to write to: --out report.html")
         require_plotly()
-    from eagle_trace_analysis.roles import in_order
+    from eagle_trace_analysis.pairing.roles import in_order
 
     train, serve = in_order(*(open_trace(path, allow_partial=allow_partial) for path in (reference, other)))
     lent = open_trace(floors, allow_partial=allow_partial) if floors is not None else None
@@ -125,31 +129,30 @@ def diff(
     with _executor(workers, scheduler) as executor:
         result = compare(train, serve, minimum_share=minimum_share, executor=executor, floors=lent)
     if diagnose:
-        from eagle_trace_analysis.diagnose import Checkpoints, diagnosed
+        from eagle_trace_analysis.diagnosis.diagnose import Checkpoints, diagnosed
 
         result = diagnosed(result, train, serve, Checkpoints(train_draft, serve_draft, target))
     if out is not None:
-        text = render(result, sites=sites.value)
         if format is Format.html:
-            _write(out, render_html(result, train=train, serve=serve))
-            sys.stdout.write("".join(text.splitlines(keepends=True)[:3]))
+            write_report(out, render_html(result, train=train, serve=serve))
+            print_ending(result, next_command=next_command(result, train, serve))
         else:
-            _write(out, to_json_text(result) if format is Format.json else text)
+            write_report(out, to_json_text(result) if format is Format.json else render(result, sites=sites.value))
     elif format is Format.json:
         sys.stdout.write(to_json_text(result))
     else:
-        print_diff(result, sites=sites.value)
+        print_diff(result, sites=sites.value, verbose=verbose, next_command=next_command(result, train, serve))
     raise typer.Exit(result.exit_status)
 
 
 def _executor(workers: int | None, scheduler: str | None) -> AbstractContextManager[Executor]:
-    from eagle_trace_analysis.fold import Dask, Threads
+    from eagle_trace_analysis.comparison.fold import Dask, Threads
 
     return nullcontext(Threads(workers)) if scheduler is None else Dask(scheduler)
 
 
-def _check_out(out: Path | None, *, force: bool) -> None:
-    """Find out before the comparison, not after it, that the report cannot be written."""
+def check_out(out: Path | None, *, force: bool) -> None:
+    """Find out before the comparison, not after it, that the report cannot be written (OutputExistsError, UsageError)."""
     if out is None:
         return
     if out.exists() and not force:
@@ -158,7 +161,8 @@ def _check_out(out: Path | None, *, force: bool) -> None:
         raise UsageError(f"{out} is a folder: --out names the file to write the report to")
 
 
-def _write(out: Path, text: str) -> None:
+def write_report(out: Path, text: str) -> None:
+    """Write a report and say so on stderr; raises UsageError where it cannot be written."""
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(text, encoding="utf-8")

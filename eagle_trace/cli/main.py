@@ -1,10 +1,13 @@
 """`eagle-trace`: exit status 0 when all is well, 1 when two traces diverge, 2 when the work could not be done,
-3 for a bug (with its traceback), 130 after Ctrl-C, 143 after a SIGTERM.
+3 for a bug (with its traceback), 130 after Ctrl-C, 141 when whoever read its output went away, 143 after a SIGTERM.
 """
 
 from __future__ import annotations
 
+import os
+import select
 import signal
+import sys
 import traceback
 from typing import Annotated, Any
 
@@ -12,6 +15,7 @@ import typer
 from typer.core import TyperGroup
 
 from eagle_trace.cli.check import check
+from eagle_trace.cli.compare import compare
 from eagle_trace.cli.demo import demo
 from eagle_trace.cli.diff import diff
 from eagle_trace.cli.export import export
@@ -23,6 +27,7 @@ from eagle_trace.printable import printable
 BUG = 3  # with its traceback; 1 would mean "diverged"
 INTERRUPTED = 130  # what shells report for a program ended by Ctrl-C; 1 would mean "diverged"
 TERMINATED = 143
+UNREAD = 141  # what shells report for a program that writes into a pipe which nobody reads any more
 #: the last lines of a host that failed are quoted as lines
 LINES = "\n\t"
 
@@ -46,8 +51,10 @@ class _Commands(TyperGroup):
             typer.echo(f"eagle-trace: {printable(error, keep=LINES)}", err=True)
             ctx.exit(error.exit_status)
         except Exception as error:
-            if type(error).__module__.split(".")[0] in ("click", "typer"):
-                raise  # how the parser itself ends
+            if type(error).__module__.split(".")[0] in ("click", "typer") or (
+                isinstance(error, BrokenPipeError) and _is_unread()
+            ):
+                raise  # how the parser itself ends, and what `main` knows
             typer.echo(printable(traceback.format_exc(), keep=LINES), err=True, nl=False)
             ctx.exit(BUG)
         except KeyboardInterrupt as error:
@@ -65,6 +72,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.command()(compare)
 app.command()(record)
 app.command()(diff)
 app.command()(show)
@@ -91,10 +99,27 @@ def _options(
     """Record both forwards of a draft model and name the first place where they part."""
 
 
+def _is_unread() -> bool:
+    """Whether standard output is a pipe that nobody reads any more (``eagle-trace ... | head``)."""
+    poll = select.poll()
+    poll.register(1, 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
+
+
 def main() -> None:
     """Run the command line."""
     signal.signal(signal.SIGTERM, _terminate)
-    app()
+    try:
+        try:
+            app()
+        finally:
+            sys.stdout.flush()
+    except (BrokenPipeError, SystemExit) as error:
+        # the parser and rich leave with 1 where a pipe is broken, which would mean "diverged"
+        if not isinstance(error, BrokenPipeError) and not isinstance(error.__context__, BrokenPipeError):
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or the flush at the end fails again, with a traceback
+        sys.exit(UNREAD)
 
 
 if __name__ == "__main__":

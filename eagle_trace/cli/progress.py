@@ -26,9 +26,14 @@ class Progress:
             sys.stderr.write(f"{message}\n")
         sys.stderr.flush()
 
+    def clear(self) -> None:
+        """Take the line off a terminal before something else is printed there."""
+        if self._shown and self._terminal:
+            sys.stderr.write("\r\x1b[2K")
+            sys.stderr.flush()
+
     def __enter__(self) -> Progress:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._shown and self._terminal:
-            sys.stderr.write("\r\x1b[2K")
+        self.clear()

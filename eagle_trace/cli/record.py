@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -15,6 +17,9 @@ from eagle_trace.printable import printable
 from eagle_trace.store import Place, as_place
 
 API_KEY, ADMIN_KEY = "EAGLE_TRACE_API_KEY", "EAGLE_TRACE_ADMIN_API_KEY"
+#: how ``--help`` groups the options
+RUN, KEEP = "What to run", "What to keep"
+TRAIN, SERVE, ATTACH = "With --mode train", "With --mode serve", "With --mode serve --attach"
 
 
 class Mode(StrEnum):
@@ -33,99 +38,91 @@ class Level(StrEnum):
     values = "values"
 
 
+def _option(panel: str, help: str, *names: str, **more: Any) -> Any:
+    return typer.Option(*names, help=help, rich_help_panel=panel, **more)
+
+
 def record(
-    mode: Annotated[Mode, typer.Option(help="Which forward: speculators' training forward, or SGLang's draft worker.")],
-    out: Annotated[str, typer.Option(help="Folder to write the trace to, or its URL (s3://bucket/run.trace).")],
-    draft: Annotated[
-        Path | None, typer.Option(help="Draft checkpoint: speculators format for train, SGLang's for serve.")
+    mode: Annotated[Mode, _option(RUN, "Which forward: of a draft in training, or of one that is served.")],
+    out: Annotated[str, _option(RUN, "Folder to write the trace to, or its URL (s3://bucket/run.trace).")],
+    host: Annotated[
+        str | None, _option(RUN, "The program to record: speculators, sglang, ... Default: the one that is installed.")
     ] = None,
-    target: Annotated[Path | None, typer.Option(help="Target checkpoint, Hugging Face format.")] = None,
-    prompts: Annotated[Path | None, typer.Option(help="JSON lines with prompt, messages or input_ids.")] = None,
-    replay: Annotated[
-        str | None, typer.Option(help="train: take tokens and draft chains from this serve trace.")
-    ] = None,
+    draft: Annotated[Path | None, _option(RUN, "Draft checkpoint in the host's own format.")] = None,
+    target: Annotated[Path | None, _option(RUN, "Target checkpoint, Hugging Face format.")] = None,
+    prompts: Annotated[Path | None, _option(RUN, "JSON lines with prompt, messages or input_ids.")] = None,
+    steps: Annotated[int | None, _option(RUN, "Draft steps. Default: 3, or the replayed trace's.")] = None,
+    dtype: Annotated[str, _option(RUN, "float32, float16, bfloat16, or auto: the checkpoint's own.")] = "auto",
+    device: Annotated[str, _option(RUN, "auto, cpu or cuda.")] = "auto",
+    force: Annotated[bool, _option(RUN, "Replace the trace at --out.", "--force")] = False,
+    quiet: Annotated[bool, _option(RUN, "Show no progress.", "--quiet")] = False,
+    level: Annotated[Level, _option(KEEP, "How much to keep of each row.")] = Level.values,
+    max_bytes: Annotated[str | None, _option(KEEP, "Stop recording after so much, e.g. 500MB or 4GB.")] = None,
+    sites: Annotated[str | None, _option(KEEP, "Keep only these sites, e.g. 'fc.*,logits'.")] = None,
+    roots: Annotated[str | None, _option(KEEP, "Keep only rows from these prompt positions, e.g. 0:64,100.")] = None,
+    only_steps: Annotated[str | None, _option(KEEP, "Keep only these draft steps, e.g. 0:2.")] = None,
+    only_prompts: Annotated[str | None, _option(KEEP, "Only these lines of --prompts, from 0, e.g. 0:4.")] = None,
+    replay: Annotated[str | None, _option(TRAIN, "Take tokens and draft chains from this serve trace.")] = None,
     features: Annotated[
-        str | None,
-        typer.Option(help="train: compute (run the target), serve (those the server fed), or a folder."),
+        str | None, _option(TRAIN, "compute (run the target), serve (those the server fed), or a folder.")
     ] = None,
-    steps: Annotated[int | None, typer.Option(help="Draft steps. Default: 3, or the replayed trace's.")] = None,
-    topk: Annotated[int, typer.Option(help="serve: branches of the draft tree (1: a chain).")] = 1,
-    draft_tokens: Annotated[
-        int | None, typer.Option(help="serve: tokens verified at once. Default: steps + 1.")
-    ] = None,
-    dtype: Annotated[str, typer.Option(help="float32, float16, bfloat16, or auto: the checkpoint's own.")] = "auto",
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    batches: Annotated[int, _option(TRAIN, "With -- COMMAND: batches of the training to record.")] = 2,
+    topk: Annotated[int, _option(SERVE, "Branches of the draft tree (1: a chain).")] = 1,
+    draft_tokens: Annotated[int | None, _option(SERVE, "Tokens verified at once. Default: steps + 1.")] = None,
+    temperature: Annotated[float, _option(SERVE, "0 for greedy answers.")] = 0.0,
+    max_new_tokens: Annotated[int, _option(SERVE, "Tokens to answer to each prompt.")] = 48,
+    batch_size: Annotated[int, _option(SERVE, "Prompts sent at once.")] = 8,
+    keep_cuda_graphs: Annotated[
+        bool, _option(SERVE, "Record at the boundaries of the server's CUDA graphs only.", "--keep-cuda-graphs")
+    ] = False,
     attach: Annotated[
         str | None,
-        typer.Option(help="serve: URL of a server started with EAGLE_TRACE_OUT=FOLDER, instead of starting one."),
+        _option(ATTACH, "URL of a server started with EAGLE_TRACE_OUT=FOLDER, instead of starting one."),
     ] = None,
     api_key: Annotated[
-        str | None,
-        typer.Option(help="attach: the server's API key; its admin key if it has that alone.", envvar=API_KEY),
+        str | None, _option(ATTACH, "The server's API key; its admin key if it has that alone.", envvar=API_KEY)
     ] = None,
     admin_api_key: Annotated[
         str | None,
-        typer.Option(
-            help="attach: the server's admin key, which recording takes where there is one.", envvar=ADMIN_KEY
-        ),
+        _option(ATTACH, "The server's admin key, which recording takes where there is one.", envvar=ADMIN_KEY),
     ] = None,
     requests: Annotated[
-        int | None, typer.Option(help="attach, without --prompts: record the next so many requests. Default: 8.")
+        int | None, _option(ATTACH, "Without --prompts: record the next so many requests. Default: 8.")
     ] = None,
-    match: Annotated[str, typer.Option(help="attach, without --prompts: only request ids of this form (eval-*).")] = "",
-    sample: Annotated[
-        float, typer.Option(help="attach, without --prompts: only this share (0 to 1) of the requests.")
-    ] = 1.0,
-    timeout: Annotated[float, typer.Option(help="attach: seconds an answer may take.")] = 600.0,
-    seconds: Annotated[
-        float | None, typer.Option(help="attach: seal after so long, whatever is still going on.")
-    ] = None,
-    temperature: Annotated[float, typer.Option(help="serve: 0 for greedy answers.")] = 0.0,
-    max_new_tokens: Annotated[int, typer.Option(help="serve: tokens to answer to each prompt.")] = 48,
-    batch_size: Annotated[int, typer.Option(help="serve: prompts sent at once.")] = 8,
-    batches: Annotated[int, typer.Option(help="train -- COMMAND: batches of the training to record.")] = 2,
-    level: Annotated[Level, typer.Option(help="How much to keep of each row.")] = Level.values,
-    max_bytes: Annotated[str | None, typer.Option(help="Stop recording after so much, e.g. 500MB or 4GB.")] = None,
-    sites: Annotated[str | None, typer.Option(help="Keep only these sites, e.g. 'fc.*,logits'.")] = None,
-    roots: Annotated[
-        str | None, typer.Option(help="Keep only rows from these prompt positions, e.g. 0:64,100.")
-    ] = None,
-    only_steps: Annotated[str | None, typer.Option(help="Keep only these draft steps, e.g. 0:2.")] = None,
-    only_prompts: Annotated[str | None, typer.Option(help="Only these lines of --prompts, from 0, e.g. 0:4.")] = None,
-    keep_cuda_graphs: Annotated[
-        bool, typer.Option("--keep-cuda-graphs", help="serve: record at the boundaries of SGLang's CUDA graphs only.")
-    ] = False,
-    force: Annotated[bool, typer.Option("--force", help="Replace the trace at --out.")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", help="Show no progress.")] = False,
-    sglang_args: Annotated[
+    match: Annotated[str, _option(ATTACH, "Without --prompts: only request ids of this form (eval-*).")] = "",
+    sample: Annotated[float, _option(ATTACH, "Without --prompts: only this share (0 to 1) of the requests.")] = 1.0,
+    timeout: Annotated[float, _option(ATTACH, "Seconds an answer may take.")] = 600.0,
+    seconds: Annotated[float | None, _option(ATTACH, "Seal after so many seconds, whatever is still going on.")] = None,
+    command: Annotated[
         list[str] | None,
         typer.Argument(
-            help="serve: after --, arguments for SGLang itself. train: after --, a training command to run and record.",
-            metavar="-- SGLANG ARGS | COMMAND",
+            help="serve: after --, arguments for the server itself. train: after --, a training command to run and "
+            "record.",
+            metavar="-- SERVER ARGS | COMMAND",
         ),
     ] = None,
 ) -> None:
     """Record one side of a draft model into a trace."""
     from eagle_trace.manifest import without_secrets
-    from eagle_trace.recording.hosts import find_recorder
     from eagle_trace.selection import Selection, parse_bytes
 
     _refuse(out.startswith("memory:"), "memory:// ends with this process: give --out a folder, or a URL that lasts")
     selection = Selection.parse(sites=sites, roots=roots, steps=only_steps, prompts=only_prompts)
-    common: dict[str, Any] = {"prompts": prompts, "out": as_place(out), "level": level.value, "force": force}
-    common |= {"selection": selection}
+    common: dict[str, Any] = {
+        "prompts": prompts, "out": as_place(out), "level": level.value, "force": force, "selection": selection,
+        "argv": tuple(without_secrets(sys.argv)),
+    }  # fmt: skip
     asking = {"max_new_tokens": max_new_tokens, "batch_size": batch_size, "temperature": temperature}
-    name = mode.value
+    budget = parse_bytes(max_bytes) if max_bytes and attach is None else None
     if attach is not None:
         _refuse(mode is Mode.train, "--attach belongs to record --mode serve")
-        _refuse(
-            bool(target or draft or sglang_args), "a server at --attach has its target, draft and arguments already"
-        )
-        name = "attach"
+        _refuse(bool(target or draft or command), "a server at --attach has its target, draft and arguments already")
+        from eagle_trace_serving.record import attach as run_attached
+
+        run: Callable[..., Place] = partial(run_attached, host=host)
         common |= asking | {
             "url": attach, "api_key": api_key, "admin_api_key": admin_api_key, "timeout": timeout, "match": match,
             "sample": sample, "seconds": seconds, "max_bytes": max_bytes, "keep_cuda_graphs": keep_cuda_graphs,
-            "argv": without_secrets(sys.argv),
         }  # fmt: skip
         if requests is not None:
             common["requests"] = requests
@@ -133,15 +130,14 @@ def record(
         if target is None or draft is None or prompts is None:
             raise UsageError("record --mode serve needs --target, --draft, --prompts and --out, or --attach URL")
         _refuse(replay is not None or features is not None, "--replay and --features belong to record --mode train")
+        run = _recorder(mode, host)
         common |= asking | {
-            "target": target, "draft": draft, "dtype": dtype, "device": device,
-            "max_bytes": parse_bytes(max_bytes) if max_bytes else None,
+            "target": target, "draft": draft, "dtype": dtype, "device": device, "max_bytes": budget,
             "steps": 3 if steps is None else steps, "topk": topk, "draft_tokens": draft_tokens,
-            "keep_cuda_graphs": keep_cuda_graphs, "sglang_args": tuple(sglang_args or ()),
-            "argv": tuple(without_secrets(sys.argv)),
+            "keep_cuda_graphs": keep_cuda_graphs, "host_args": tuple(command or ()),
         }  # fmt: skip
     else:
-        if sglang_args:
+        if command:
             own = (draft, target, prompts, replay, features, steps)
             _refuse(
                 any(one is not None for one in own),
@@ -149,26 +145,33 @@ def record(
                 "--replay, --features and --steps do not go with it",
             )
             _record_command(
-                sglang_args, out=out, batches=batches, level=level.value, selection=selection, force=force,
-                max_bytes=parse_bytes(max_bytes) if max_bytes else None,
+                command, out=out, batches=batches, level=level.value, selection=selection, force=force,
+                max_bytes=budget,
             )  # fmt: skip
         _refuse(draft is None, "record --mode train needs --draft")
         _refuse(
             (prompts is None) == (replay is None), "record --mode train needs exactly one of --prompts and --replay"
         )
+        run = _recorder(mode, host)
         common |= {
-            "target": target, "draft": draft, "dtype": dtype, "device": device,
-            "max_bytes": parse_bytes(max_bytes) if max_bytes else None,
+            "target": target, "draft": draft, "dtype": dtype, "device": device, "max_bytes": budget,
             "replay": None if replay is None else as_place(replay),
             "features": features or ("compute" if target else "serve"), "steps": steps,
-            "argv": without_secrets(sys.argv),
         }  # fmt: skip
 
     with Progress(quiet) as progress:
-        path = find_recorder(name)(**common, progress=progress)
+        path = run(**common, progress=progress)
     typer.echo(printable(f"Wrote {path}"))
     _say_early(path)
     typer.echo(printable(_next_command(mode, path, replay, target)))
+
+
+def _recorder(mode: Mode, host: str | None) -> Callable[..., Place]:
+    """What records the host called `host`, or the only one that is installed."""
+    from eagle_trace.recording.hosts import KINDS, find_host
+
+    record: Callable[..., Place] = find_host(KINDS[mode.value], host).record
+    return record
 
 
 def _refuse(wrong: bool, sentence: str) -> None:
@@ -178,7 +181,7 @@ def _refuse(wrong: bool, sentence: str) -> None:
 
 def _record_command(command: list[str], *, out: str, **options: Any) -> NoReturn:
     """Run and record a training command; leave with its exit status."""
-    from eagle_trace_speculators.command import record_command
+    from eagle_trace_training.command import record_command
 
     recorded = record_command(command, out=as_place(out), **options)
     if recorded.trace:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eagle_trace.demo import models_dir, prompts_file
-from eagle_trace.recording.hosts import find_recorder
+from eagle_trace.recording.hosts import find_host
 
 if TYPE_CHECKING:
     from eagle_trace_analysis import Diff
@@ -49,7 +49,7 @@ def record_all(folder: Path, progress: Progress) -> DemoTraces:
     target = models_dir() / "target"
     healthy, broken = deploy(folder)
     traces = DemoTraces(folder / "train.trace", folder / "healthy.trace", folder / "broken.trace")
-    serve, train = find_recorder("serve"), find_recorder("train")
+    serve, train = find_host("server", "sglang").record, find_host("trainer", "speculators").record
     common: dict[str, Any] = {
         "target": target,
         "device": "auto",
@@ -75,7 +75,7 @@ def diff_all(traces: DemoTraces) -> tuple[Diff, Diff]:
     """The training forward against the healthy and against the broken server."""
     from eagle_trace import open_trace
     from eagle_trace_analysis import diff
-    from eagle_trace_analysis.diagnose import diagnosed
+    from eagle_trace_analysis.diagnosis.diagnose import diagnosed
 
     train, healthy, broken = (open_trace(path) for path in (traces.train, traces.healthy, traces.broken))
     return diagnosed(diff(train, healthy), train, healthy), diagnosed(diff(train, broken), train, broken)

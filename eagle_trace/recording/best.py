@@ -16,8 +16,8 @@ _BLOCK_ELEMENTS = 1 << 22
 def log_softmax(logits: Array) -> Array:
     """Log-softmax over the last axis in float32 [T, V]."""
     x = logits.astype(np.float32)
-    # a row with an infinite score or no number has no probabilities
-    with np.errstate(invalid="ignore"):
+    # garbage weights make infinite scores, and such a row has no probabilities
+    with np.errstate(invalid="ignore", over="ignore"):
         x = x - x.max(axis=-1, keepdims=True)
         return x - np.log(np.exp(x).sum(axis=-1, keepdims=True))  # type: ignore[no-any-return]
 

@@ -1,30 +1,97 @@
-"""Which hosts can be recorded here: their packages register themselves as entry points."""
+"""Hosts: the programs that run a draft model, by name.
+
+A package that records one registers an object in the entry-point group `eagle_trace.hosts`, under the host's name, and
+nothing else has to change: ``record --mode train|serve --host NAME`` finds it there. Looking at all of them must stay
+cheap, so an object's module imports nothing of its program.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from importlib.metadata import entry_points
-from typing import Any
+from importlib.util import find_spec
+from typing import Any, Literal, Protocol
 
 from eagle_trace.errors import UsageError
+from eagle_trace.store import Place
 
-ENTRY_POINTS = "eagle_trace.recorders"
+ENTRY_POINTS = "eagle_trace.hosts"
+
+Kind = Literal["trainer", "server"]
+#: the kind of host that each mode of `record` records
+KINDS: dict[str, Kind] = {"train": "trainer", "serve": "server"}
 
 
-def find_recorder(mode: str) -> Callable[..., Any]:
-    """The recorder registered for `mode` (``train``, ``serve``) in the entry-point group `eagle_trace.recorders`.
+class Host(Protocol):
+    """A program that runs the draft, as the command line sees it.
+
+    Attributes:
+        name: as ``--host`` and a trace's manifest have it, e.g. ``sglang``.
+        title: as sentences have it, e.g. ``SGLang``.
+        kind: what it does with a draft.
+        module: the module that is there if the program is installed.
+        extra: what installs the program, as in ``pip install 'eagle-trace[EXTRA]'``.
+    """
+
+    name: str
+    title: str
+    kind: Kind
+    module: str
+    extra: str
+
+    def record(self, **options: Any) -> Place:
+        """Record one forward of the draft; the options are those of the command line for this kind of host."""
+        ...
+
+
+def is_installed(host: Host) -> bool:
+    """Whether the program of `host` can be imported here; it is not."""
+    try:
+        return find_spec(host.module) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def known_hosts(kind: Kind) -> dict[str, Any]:
+    """All hosts of a kind that packages registered here, by name, whether their programs are installed or not."""
+    hosts = (entry.load() for entry in entry_points(group=ENTRY_POINTS))
+    return {host.name: host for host in sorted(hosts, key=lambda host: str(host.name)) if host.kind == kind}
+
+
+def find_host(kind: Kind, name: str | None = None, *, program: bool = True) -> Any:
+    """The host called `name`; without a name, the one that is installed.
+
+    Args:
+        kind: what it must do with a draft.
+        name: as ``--host`` has it.
+        program: whether its program must be installed here, too.
 
     Raises:
-        UsageError: nobody registered one, or what it needs is not installed.
+        UsageError: there is no such host, its program is not installed, or several are and none was named.
     """
-    found = entry_points(group=ENTRY_POINTS)
-    for entry in found:
-        if entry.name == mode:
-            try:
-                recorder: Callable[..., Any] = entry.load()
-            except ModuleNotFoundError as error:
-                raise UsageError(
-                    f"recording the {mode} side needs {error.name}: pip install 'eagle-trace[{mode}]'"
-                ) from error
-            return recorder
-    raise UsageError(f"no recorder for mode {mode!r}; installed: {', '.join(sorted(found.names)) or 'none'}")
+    known = known_hosts(kind)
+    if name is not None:
+        return _named(kind, name, known, program=program)
+    found = {one: host for one, host in known.items() if is_installed(host)}
+    if len(found) == 1:
+        return next(iter(found.values()))
+    if found:
+        raise UsageError(f"several {kind}s are installed here: name the one to record with --host {'|'.join(found)}")
+    raise UsageError(f"no {kind} is installed here to be recorded; --host takes {_ways_out(known)}")
+
+
+def _named(kind: Kind, name: str, known: dict[str, Any], *, program: bool) -> Any:
+    if name not in known:
+        others = [mode for mode, other in KINDS.items() if other != kind and name in known_hosts(other)]
+        what = f"{name} belongs to --mode {others[0]}" if others else f"no {kind} is called {name!r}"
+        raise UsageError(f"{what}: --host takes {_ways_out(known)}")
+    if program and not is_installed(known[name]):
+        raise UsageError(f"{known[name].title} is not installed here: {_way_out(known[name])}")
+    return known[name]
+
+
+def _ways_out(known: dict[str, Any]) -> str:
+    return " or ".join(f"{name} ({_way_out(host)})" for name, host in known.items()) or "none: no package records one"
+
+
+def _way_out(host: Host) -> str:
+    return f"pip install 'eagle-trace[{host.extra}]'"

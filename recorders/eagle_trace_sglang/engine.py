@@ -14,9 +14,9 @@ from typing import Any
 
 from eagle_trace.errors import EagleTraceError, HostError
 from eagle_trace.prompts import Prompt, tokenize
-from eagle_trace_sglang.control import Control
-from eagle_trace_sglang.requests import speculation
-from eagle_trace_sglang.session import connect
+from eagle_trace_serving.control import Control
+from eagle_trace_serving.requests import speculation
+from eagle_trace_serving.session import connect
 
 #: where the engine finds the `record` that started it
 ENGINE = "EAGLE_TRACE_ENGINE"
@@ -108,7 +108,7 @@ def _obey(engine: Any, connection: Connection, tokenizer: Any, name: str, argume
 
 
 def _control() -> Control:
-    from eagle_trace_sglang.attached import control
+    from eagle_trace_serving.attached import control
 
     found = control()
     if found is None:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from eagle_trace.recording.hooks import Hooks
-from eagle_trace_sglang.recording import Recording
+from eagle_trace_serving.recording import Recording
 
 #: where the draft worker and its model runner hold graph runners
 _RUNNERS = {

@@ -36,7 +36,7 @@ def load() -> None:
     if started:
         _hook_scheduler()
     else:
-        from eagle_trace_sglang import attached
+        from eagle_trace_serving import attached
 
         attached.arm()
 
@@ -44,7 +44,7 @@ def load() -> None:
 def _hook_scheduler() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from eagle_trace_sglang.recorder import ServeRecorder
+    from eagle_trace_serving.recorder import ServeRecorder
 
     recorders: dict[int, ServeRecorder] = {}
 

@@ -13,9 +13,9 @@ from eagle_trace.capture import Rows
 from eagle_trace.errors import HostError
 from eagle_trace.recording.forward import Forward
 from eagle_trace.recording.hooks import Hooks
-from eagle_trace_speculators.documents import Pack
 from eagle_trace_speculators.hooks import SiteTap
 from eagle_trace_speculators.load import DTYPES, LoadedDraft
+from eagle_trace_training.documents import Pack
 
 ROWS = 512
 ATTENTION_BYTES = 1 << 30

@@ -18,7 +18,7 @@ from eagle_trace.prompts import Prompt, check_tokens, prompts_digest, read_promp
 from eagle_trace.selection import EVERYTHING, Selection
 from eagle_trace.store import Place, same_place
 from eagle_trace.writer import TraceWriter, prepare_output, remove_empty
-from eagle_trace_speculators.replay import Task, open_replay, replay_tasks
+from eagle_trace_training.replay import Task, open_replay, replay_tasks
 
 if TYPE_CHECKING:
     from eagle_trace.reader import Trace
@@ -112,12 +112,12 @@ def record(*, progress: Progress = lambda _: None, **options: Any) -> Place:
 
 
 def _record(asked: TrainOptions, progress: Progress) -> Place:
-    from eagle_trace_speculators.features import Precision, open_features
-    from eagle_trace_speculators.floors import REFERENCE
     from eagle_trace_speculators.forward import threads_for
     from eagle_trace_speculators.load import load_draft, resolve_device, resolve_dtype
     from eagle_trace_speculators.releases import check_release
-    from eagle_trace_speculators.session import Session
+    from eagle_trace_training.features import Precision, open_features
+    from eagle_trace_training.floors import REFERENCE
+    from eagle_trace_training.session import Session
 
     trace = open_replay(asked.replay) if asked.replay is not None else None
     if trace is not None and trace.manifest.ended_early:

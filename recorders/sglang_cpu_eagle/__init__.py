@@ -70,6 +70,7 @@ def install() -> bool:
       decoding.
     - Drafts are verified by sampling when a request samples. SGLang would verify greedily on a CPU, and so
       ignore temperature, top-k and top-p behind the first token without a word.
+    - Model classes that call a GPU kernel of their own get it in plain torch.
 
     Returns:
         Whether the process is one that :func:`cpu_environment` describes. If not, nothing was touched.
@@ -82,6 +83,7 @@ def install() -> bool:
     if not _installed:
         _use_speculative_attention()
         _verify_by_sampling()
+        _mend_models()
         _installed = True
     return True
 
@@ -130,3 +132,9 @@ def _verify_by_sampling() -> None:
     eagle_utils.tree_speculative_sampling_target_only = sampling.tree_speculative_sampling_target_only
     eagle_utils.chain_speculative_sampling_triton = sampling.chain_speculative_sampling
     spec_utils.row_argmax = sampling.row_argmax
+
+
+def _mend_models() -> None:
+    from sglang_cpu_eagle import models
+
+    models.mend_on_load()

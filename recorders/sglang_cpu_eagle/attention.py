@@ -153,7 +153,8 @@ def extend_attention_cpu(
     Args:
         q_extend, o_extend: ``[T, H, D]`` and ``[T, H, V]``.
         k_extend, v_extend: ``[T, G, D]`` and ``[T, G, V]`` (or the same flattened), the keys and values of
-            the new rows; None means that they must be read from the cache.
+            the new rows; None means that they must be read from the cache. With a latent cache (MLA) and no
+            prefix, SGLang gives them expanded, one for each query head, and has cached the latent itself.
         seq_lens: ``[B]``, cached prefix plus new rows.
         extend_seq_lens, extend_start_loc: ``[B]``, new rows of each request and where they start in
             ``q_extend``.
@@ -164,7 +165,7 @@ def extend_attention_cpu(
 
     Raises:
         NotImplementedError: on cross attention, a quantised cache, scales other than 1, a tree mask of
-            another mode, or a sliding window without causal order.
+            another mode, a sliding window without causal order, or expanded keys behind a cached prefix.
     """
     _reject_unsupported(k_buffer, v_buffer, k_scale, v_scale, is_cross_attn, encoder_lens)
     rule = _Rule(sm_scale, logit_cap, sliding_window_size, sinks, is_causal)
@@ -181,10 +182,20 @@ def extend_attention_cpu(
         prefix_B = seq_lens[rows] - extend
         if k_extend is None or v_extend is None:
             new = cache.read(req_pool_indices[rows], prefix_B[:, None] + torch.arange(extend))
+        elif _is_expanded(q_extend, k_extend, k_buffer):
+            if int(prefix_B.max()):
+                raise NotImplementedError(
+                    "the CPU attention of eagle-trace joins no expanded keys (MLA) to a cached prefix: "
+                    "start SGLang with --disable-radix-cache"
+                )
+            new = _as_heads(k_extend, q_extend.shape[-1])[flat_BE], _as_heads(v_extend, o_extend.shape[-1])[flat_BE]
         else:
             new = _as_rows(k_extend, k_buffer)[flat_BE], _as_rows(v_extend, v_buffer)[flat_BE]
         old_k, old_v, valid_BP = cache.read_start(req_pool_indices[rows], prefix_B)
-        keys_BLGD, values_BLGV = torch.cat([old_k, new[0]], dim=1), torch.cat([old_v, new[1]], dim=1)
+        # without a prefix nothing is joined: latents in the cache are of another shape than expanded rows
+        joined = valid_BP.shape[1] > 0
+        keys_BLGD = torch.cat([old_k, new[0]], dim=1) if joined else new[0]
+        values_BLGV = torch.cat([old_v, new[1]], dim=1) if joined else new[1]
         tree_BEE = None if blocks is None else torch.stack([blocks[row] for row in rows])
         for start, stop in _query_blocks(len(rows) * q_extend.shape[1] * keys_BLGD.shape[1], extend):
             mask_BEL = _extend_mask(valid_BP, prefix_B, range(start, stop), extend, rule, tree_BEE)
@@ -218,6 +229,16 @@ def _reject_unsupported(
 def _as_rows(rows: Tensor, cache: Tensor) -> Tensor:
     """``[T, G * D]`` or ``[T, G, D]`` as ``[T, G, D]``."""
     return rows.reshape(-1, *cache.shape[1:])
+
+
+def _is_expanded(query: Tensor, keys: Tensor, cache: Tensor) -> bool:
+    """Whether new keys are those of every head, where the cache holds latents of another shape."""
+    return query.shape[-1] != cache.shape[-1] or keys.numel() != len(keys) * math.prod(cache.shape[1:])
+
+
+def _as_heads(rows: Tensor, width: int) -> Tensor:
+    """``[T, H * width]`` or ``[T, H, width]`` as ``[T, H, width]``."""
+    return rows.reshape(len(rows), -1, width)
 
 
 def _groups(extends: list[int], lengths: list[int]) -> list[list[int]]:

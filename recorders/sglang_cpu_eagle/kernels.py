@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, NoReturn
 
+import torch
 from torch.library import Library
 
 from sglang_cpu_eagle.attention import decode_attention_cpu, extend_attention_cpu
@@ -54,6 +56,14 @@ _EXTEND = (
 #: before 0.5.20 SGLang's caches had no scales: there the operators are called without them
 _SCALES = "float k_scale, float v_scale, "
 
+#: names that modules of SGLang look up in torch.ops.sgl_kernel while they are imported. One that is absent costs the
+#: whole module without a word ("Ignore import error"), and with `models/qwen3_5.py` the processors of every Qwen-VL
+LOOKED_UP_ON_IMPORT = (
+    "fused_dual_residual_rmsnorm_cpu", "fused_gdn_gating_cpu", "fused_moe_router_cpu", "fused_qk_gemma_rmsnorm_cpu",
+    "fused_qk_gemma_rmsnorm_with_gate_cpu", "fused_qkvzba_split_reshape_cat_contiguous_cpu", "fused_sigmoid_mul_cpu",
+    "rmsnorm_cpu",
+)  # fmt: skip
+
 _library: Library | None = None
 
 
@@ -74,6 +84,13 @@ def register_operators() -> None:
         library.define(f"{name}.unscaled({before}{after}")
         library.impl(f"{name}.unscaled", _unscaled(kernel, before.count(",")), "CPU")
     _library = library
+    for name in LOOKED_UP_ON_IMPORT:
+        # a plain attribute of the namespace: found on import, refused if it is ever called
+        setattr(torch.ops.sgl_kernel, name, partial(_refuse, name))
+
+
+def _refuse(name: str, *_: object, **__: object) -> NoReturn:
+    raise NotImplementedError(f"SGLang called sgl_kernel.{name}, which eagle-trace does not provide on a CPU")
 
 
 def _unscaled(kernel: Callable[..., None], place: int) -> Callable[..., None]:

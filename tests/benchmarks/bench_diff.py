@@ -154,7 +154,7 @@ def bare_pass(train: Path, serve: Path) -> None:
 def run_diff(train: Path, serve: Path, workers: int | None = None) -> None:
     """The diff."""
     from eagle_trace_analysis import diff
-    from eagle_trace_analysis.fold import Threads
+    from eagle_trace_analysis.comparison.fold import Threads
 
     result = diff(open_trace(train), open_trace(serve), executor=Threads(workers))
     if result.verdict != "agree":

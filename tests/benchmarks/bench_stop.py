@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "recorders"), str(ROOT / "analysis")]
 
 from eagle_trace_analysis.checkpoint.export import export  # noqa: E402
-from eagle_trace_sglang import host  # noqa: E402
+from eagle_trace_serving import process  # noqa: E402
 from tests.support.attached import Attached, seconds_to_end, server  # noqa: E402
 from tests.support.disk_faults import FILE, HANG, QUEUE  # noqa: E402
 from tests.support.pairs import DRAFT, TARGET  # noqa: E402
@@ -69,7 +69,7 @@ def main() -> None:
             if state == STATES[0]:
                 variables["EAGLE_TRACE_OUT"] = ""
             with (
-                mock.patch.object(host, "PYTHON", python),
+                mock.patch.object(process, "PYTHON", python),
                 server(place, TARGET, folder / "draft", *ARGUMENTS, **variables) as running,
             ):
                 prepare(running, state, disk)

@@ -18,8 +18,8 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 from eagle_trace.reader import Trace, open_trace
 from eagle_trace_analysis import diff
-from eagle_trace_analysis.diagnose import diagnosed
-from eagle_trace_analysis.replay import Measured, Recomputed
+from eagle_trace_analysis.diagnosis.diagnose import diagnosed
+from eagle_trace_analysis.replay.replay import Measured, Recomputed
 
 ROUNDS = 7
 

@@ -17,7 +17,7 @@ from typing import Any
 from eagle_trace.demo import models_dir
 from eagle_trace.demo.run import deploy
 from eagle_trace.manifest import sealed_json
-from eagle_trace.recording.hosts import find_recorder
+from eagle_trace.recording.hosts import find_host
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -36,7 +36,7 @@ def record_all(folder: Path) -> None:
         "target": target, "dtype": DTYPE, "device": "cpu", "level": "values", "max_bytes": None, "force": False,
         "argv": [], "progress": print,
     }  # fmt: skip
-    serve, train = find_recorder("serve"), find_recorder("train")
+    serve, train = find_host("server", "sglang").record, find_host("trainer", "speculators").record
     for draft, name in zip(deploy(folder), ("healthy", "broken"), strict=True):
         serve(draft=draft, out=folder / f"{name}.trace", prompts=prompts, max_new_tokens=NEW_TOKENS, **common)
     train(

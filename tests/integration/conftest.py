@@ -27,14 +27,14 @@ Train = Callable[..., Trace]
 @pytest.fixture(scope="session")
 def warm() -> Iterator[Warm]:
     """A context in which SGLang starts in seconds."""
-    from eagle_trace_sglang import host
+    from eagle_trace_serving import process
 
     with warm_python() as python:
 
         @contextmanager
         def context() -> Iterator[None]:
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(host, "PYTHON", python)
+                patch.setattr(process, "PYTHON", python)
                 yield
 
         yield context
@@ -72,7 +72,7 @@ def one_prompt_as_ids(folder: Path) -> Path:
 @pytest.fixture(scope="session")
 def serve(folder: Path, deployed: Path, four_prompts: Path, warm: Warm) -> Serve:
     """Record SGLang; the same options give the same trace again."""
-    from eagle_trace_sglang.record import record
+    from eagle_trace_serving.record import record
 
     made: dict[str, Trace] = {}
 

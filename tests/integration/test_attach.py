@@ -24,7 +24,7 @@ from eagle_trace.errors import HostError, PromptsError, RecordingError
 from eagle_trace.manifest import OPEN_SEAL
 from eagle_trace.selection import Selection
 from eagle_trace_analysis import diff
-from eagle_trace_sglang.record import attach
+from eagle_trace_serving.record import attach
 from tests.support.attached import Attached, server
 from tests.support.pairs import TARGET
 from tests.support.warm.start import Warm
@@ -327,8 +327,8 @@ if __name__ == "__main__":
         device="cpu", attention_backend="intel_amx", mem_fraction_static=0.3, max_total_tokens=8192, sleep_on_idle=True,
     )
     ask = lambda text: engine.generate(text, {"temperature": 0, "max_new_tokens": 12})
-    from eagle_trace_sglang.attached import control
-    from eagle_trace_sglang.orders import Order
+    from eagle_trace_serving.attached import control
+    from eagle_trace_serving.orders import Order
     ask("def ")
     assert control().wait_until_ended(60), "it seals by itself"
     control().start(Order(out + "/again.trace", level="stats", alone=False))

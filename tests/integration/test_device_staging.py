@@ -20,7 +20,7 @@ pytest.importorskip("speculators")
 from eagle_trace_speculators import recording  # noqa: E402
 from eagle_trace_speculators.load import LoadedDraft  # noqa: E402
 from eagle_trace_speculators.record import record  # noqa: E402
-from eagle_trace_speculators.session import Session  # noqa: E402
+from eagle_trace_training.session import Session  # noqa: E402
 from tests.support.stand_in import Device, moved  # noqa: E402
 from tests.support.tiny_speculators import Pair, random_prompts, write_pair, write_prompts  # noqa: E402
 from tests.support.training import LOSS, collate, sample, trainable  # noqa: E402

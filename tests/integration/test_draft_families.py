@@ -18,7 +18,7 @@ from eagle_trace.errors import CheckpointError
 from eagle_trace_analysis import Diff, diff
 from eagle_trace_analysis.checkpoint.check import check
 from eagle_trace_analysis.checkpoint.export import SECOND_NAMES, export
-from eagle_trace_analysis.diagnose import diagnosed
+from eagle_trace_analysis.diagnosis.diagnose import diagnosed
 from tests.support import faults
 from tests.support.tiny_speculators import Pair, random_prompts, write_pair, write_prompts
 from tests.support.verdicts import expect
@@ -59,7 +59,7 @@ def family(
     folder: Path, warm: Warm, *, force: bool = False, edit: Callable[[Path], Path] | None = None, **kind: bool | int
 ) -> Family:
     """Write a pair, deploy its draft (through `edit`), and record SGLang with it."""
-    from eagle_trace_sglang.record import record
+    from eagle_trace_serving.record import record
 
     pair = write_pair(folder, target_layers=TARGET_LAYERS, **kind)
     export(pair.draft, folder / "exported", target=pair.target, force=force)
@@ -73,7 +73,7 @@ def family(
             dtype="float32",
             device="cpu",
             max_new_tokens=16,
-            sglang_args=("--skip-tokenizer-init",),
+            host_args=("--skip-tokenizer-init",),
         )
     return Family(pair, deployed, open_trace(out), folder)
 

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from eagle_trace_analysis.checkpoint import accepts, engine
 from eagle_trace_analysis.checkpoint.check import check
 from eagle_trace_analysis.checkpoint.export import export
 from eagle_trace_analysis.checkpoint.finding import Status
-from eagle_trace_analysis.checkpoint.target_classes import NO_CAPTURE, NO_EMBEDDING, SERVES
+from eagle_trace_analysis.engines.sglang import accepts, engine
+from eagle_trace_analysis.engines.sglang.target_classes import NO_CAPTURE, NO_EMBEDDING, SERVES
 from tests.support import checkpoints as make
 from tests.support import config_classes
 from tests.support.check_cases import Folders, troubles, write_healthy

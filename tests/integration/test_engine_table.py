@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from eagle_trace_analysis.checkpoint import engine
+from eagle_trace_analysis.engines.sglang import engine
 from sglang_cpu_eagle import cpu_environment
 from tests.support import checkpoints as make
 

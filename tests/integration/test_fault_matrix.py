@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from eagle_trace import Trace, open_trace
 from eagle_trace.prompts import read_prompts
 from eagle_trace_analysis import Diff, diff
-from eagle_trace_analysis.diagnose import diagnosed
+from eagle_trace_analysis.diagnosis.diagnose import diagnosed
 from tests.support import engine_faults, faults
 from tests.support.pairs import DRAFT, TARGET
 from tests.support.relevel import expect_the_same_at_sketch
@@ -56,8 +56,8 @@ def engine(
 
     Its parameter, if there is one, are options of the server. Prompts come in chunks.
     """
-    from eagle_trace_sglang.requests import Request
-    from eagle_trace_sglang.server import Server, ServerOptions
+    from eagle_trace_serving.requests import Request
+    from eagle_trace_serving.server import Server, ServerOptions
 
     file = folder / "fault-of-the-moment"
     file.write_text("")
@@ -66,7 +66,7 @@ def engine(
     asked = Request(read_prompts(four_prompts), 24, 4)
     options: dict[str, Any] = getattr(request, "param", {})
     chunks = ("--chunked-prefill-size", str(CHUNK))
-    server_options = ServerOptions(TARGET, deployed, dtype="float32", device="cpu", sglang_args=chunks, **options)
+    server_options = ServerOptions(TARGET, deployed, dtype="float32", device="cpu", host_args=chunks, **options)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(engine_faults.FILE, str(file))
         patch.setenv("PYTHONPATH", os.pathsep.join(path for path in paths if path))
@@ -209,7 +209,7 @@ HIDDEN_NORM, Q = "layers.0.hidden_norm.weight", "layers.0.self_attn.q_proj.weigh
 AS_DEPLOYED = {
     "single-layer": Deployed("single-layer-features", "fused", config=faults.single_layer_features),
     "algorithm-eagle": Deployed(
-        "single-layer-features", "fused", options={"sglang_args": ("--speculative-algorithm", "EAGLE")}
+        "single-layer-features", "fused", options={"host_args": ("--speculative-algorithm", "EAGLE")}
     ),
     "layer-ids-shifted": Deployed("layer-ids-shifted", "target.hidden.0", config=faults.layer_ids_shifted),
     "layer-ids-default": Deployed(
@@ -258,7 +258,7 @@ AS_DEPLOYED = {
     "window-flag": Deployed(
         "sliding-window",
         "layer.0.attn.context",
-        options={"sglang_args": ("--speculative-draft-window-size", "24")},
+        options={"host_args": ("--speculative-draft-window-size", "24")},
     ),
 }
 

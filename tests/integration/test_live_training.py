@@ -31,9 +31,10 @@ pytest.importorskip("speculators")
 from transformers import AutoTokenizer
 
 from eagle_trace.demo import prompts_file
-from eagle_trace_speculators import live_batches, recording
-from eagle_trace_speculators.command import record_command
-from eagle_trace_speculators.first_tokens import UNKNOWN
+from eagle_trace_speculators import recording
+from eagle_trace_training import live_batches
+from eagle_trace_training.command import record_command
+from eagle_trace_training.first_tokens import UNKNOWN
 from tests.support.pairs import DRAFT, TARGET
 from tests.support.tiny_speculators import TTT_STEPS, Pair, random_prompts, write_pair
 from tests.support.training import LOSS, Loop, collate, sample, trainable, trainer_command, write_training_data
@@ -309,7 +310,7 @@ def _raise(*_: Any, **__: Any) -> Any:
 FAILURES: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "in a site": lambda patch: patch.setattr(live_batches, "best_ids", _raise),
     "in the middle of the metrics": lambda patch: patch.setattr(live_batches.BatchTaker, "_put_metrics", _raise),
-    "while hanging hooks": lambda patch: patch.setattr("eagle_trace_speculators.live.SiteTap", _raise),
+    "while hanging hooks": lambda patch: patch.setattr("eagle_trace_training.live.SiteTap", _raise),
     "on the disk": lambda patch: patch.setattr("eagle_trace.parts.PartStream._open", _raise),
 }
 

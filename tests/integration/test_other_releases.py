@@ -17,7 +17,7 @@ import pytest
 
 from eagle_trace import Trace, open_trace
 from eagle_trace_analysis import diff
-from eagle_trace_analysis.diagnose import diagnosed
+from eagle_trace_analysis.diagnosis.diagnose import diagnosed
 from eagle_trace_sglang.releases import TESTED
 from eagle_trace_speculators import releases
 from tests.support.pairs import DRAFT, TARGET

@@ -1,4 +1,4 @@
-"""The rotary frequencies written down in `eagle_trace_analysis.form` against those that transformers computes."""
+"""The rotary frequencies of `eagle_trace_analysis.replay.form` against those that transformers computes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from eagle_trace_analysis.form import rope_of
+from eagle_trace_analysis.replay.form import rope_of
 
 pytestmark = pytest.mark.integration
 

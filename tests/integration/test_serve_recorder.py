@@ -104,8 +104,8 @@ def test_parameters_are_found_in_the_checkpoint(serve: Make) -> None:
 def test_the_answers_are_the_same_with_and_without_recording(
     deployed: Path, four_prompts: Path, tmp_path: Path, warm: Warm
 ) -> None:
-    from eagle_trace_sglang.requests import Request
-    from eagle_trace_sglang.server import Server, ServerOptions
+    from eagle_trace_serving.requests import Request
+    from eagle_trace_serving.server import Server, ServerOptions
 
     request = Request(read_prompts(four_prompts), max_new_tokens=24)
     with warm(), Server(ServerOptions(TARGET, deployed, dtype="float32")) as server:
@@ -129,8 +129,8 @@ def test_the_answers_are_the_same_with_and_without_recording(
 def test_a_byte_budget_stops_the_recording_and_not_the_server(
     deployed: Path, four_prompts: Path, tmp_path: Path, warm: Warm
 ) -> None:
-    from eagle_trace_sglang.requests import Request
-    from eagle_trace_sglang.server import Server, ServerOptions
+    from eagle_trace_serving.requests import Request
+    from eagle_trace_serving.server import Server, ServerOptions
 
     request = Request(read_prompts(four_prompts), max_new_tokens=24)
     with warm(), Server(ServerOptions(TARGET, deployed, dtype="float32")) as server:
@@ -143,7 +143,7 @@ def test_a_byte_budget_stops_the_recording_and_not_the_server(
 
 
 def test_chunked_prefill_and_prefix_cache_record_what_is_computed(serve: Make) -> None:
-    trace = serve(batch_size=2, sglang_args=("--chunked-prefill-size", "16", "--enable-radix-cache"), max_new_tokens=8)
+    trace = serve(batch_size=2, host_args=("--chunked-prefill-size", "16", "--enable-radix-cache"), max_new_tokens=8)
     rows = trace.rows
     for prompt in trace.prompts.itertuples():
         roots = rows.root[(rows.prompt_id == prompt.prompt_id) & (rows.step == 0)]
@@ -160,7 +160,7 @@ def asked(tmp_path: Path, deployed: Path, four_prompts: Path, **changed: Any) ->
 
 def test_bad_input_is_refused_before_anything_starts(tmp_path: Path, deployed: Path, four_prompts: Path) -> None:
     from eagle_trace.demo import models_dir
-    from eagle_trace_sglang.record import record
+    from eagle_trace_serving.record import record
 
     def refused(error: type[Exception], message: str, **changed: Any) -> None:
         started = time.monotonic()
@@ -175,7 +175,7 @@ def test_bad_input_is_refused_before_anything_starts(tmp_path: Path, deployed: P
     refused(PromptsError, "cannot read", prompts=tmp_path / "nowhere.jsonl")
     refused(UsageError, "--steps must be", steps=0)
     refused(UsageError, "--dtype must be", dtype="int3")
-    refused(UsageError, "each replica answers other requests", sglang_args=("--tp", "2", "--dp", "2"))
+    refused(UsageError, "each replica answers other requests", host_args=("--tp", "2", "--dp", "2"))
     other = tmp_path / "other"
     other.mkdir()
     config = json.loads((TARGET / "config.json").read_text()) | {"hidden_size": 64}
@@ -190,17 +190,17 @@ def test_bad_input_is_refused_before_anything_starts(tmp_path: Path, deployed: P
 def test_a_server_that_dies_while_starting_is_reported_with_its_last_lines(
     tmp_path: Path, deployed: Path, four_prompts: Path
 ) -> None:
-    from eagle_trace_sglang.record import record
+    from eagle_trace_serving.record import record
 
     with pytest.raises(HostError, match=r"(?s)ended before.*no-such-option"):
-        record(**asked(tmp_path, deployed, four_prompts, sglang_args=("--no-such-option",)))
+        record(**asked(tmp_path, deployed, four_prompts, host_args=("--no-such-option",)))
     assert not (tmp_path / "out").exists()
 
 
 def test_a_plugin_that_is_not_loaded_is_noticed(
     tmp_path: Path, deployed: Path, four_prompts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from eagle_trace_sglang.record import record
+    from eagle_trace_serving.record import record
 
     # SGLang then cannot run EAGLE on this CPU either, so what is seen is a host that dies or a recorder that is silent
     monkeypatch.setenv("SGLANG_PLUGINS", "somebody_else")

@@ -26,7 +26,8 @@ from tests.support.disk_faults import FILE, HANG, LATE, touched_by_hosts
 
 pytest.importorskip("speculators")
 
-from eagle_trace_speculators import live, recording
+from eagle_trace_speculators import recording
+from eagle_trace_training import live
 from tests.support.tiny_speculators import Pair, random_prompts, write_pair
 from tests.support.training import Loop, collate, sample, trainable
 

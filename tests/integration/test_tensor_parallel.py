@@ -19,7 +19,7 @@ from eagle_trace import Trace
 from eagle_trace.recording.names import canonical_name
 from eagle_trace.recording.params import parameter_row
 from eagle_trace_analysis import diff
-from eagle_trace_analysis.params import same
+from eagle_trace_analysis.comparison.params import same
 from sglang_cpu_eagle import cpu_environment
 from tests.support.pairs import TARGET
 
@@ -33,7 +33,7 @@ SPLIT |= {f"layer.0.{site}" for site in ("mlp.gate", "mlp.up", "mlp.act")}
 
 @pytest.fixture(scope="session")
 def two_ranks(serve: Make) -> Trace:
-    return serve(sglang_args=("--tp", "2"))
+    return serve(host_args=("--tp", "2"))
 
 
 def stored(trace: Trace, site: str, rank: int) -> tuple[int, list[bytes]]:

@@ -29,8 +29,9 @@ pytest.importorskip("speculators")
 from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
 from transformers import AutoModelForCausalLM
 
-from eagle_trace_speculators import forward, load, session
+from eagle_trace_speculators import forward, load
 from eagle_trace_speculators.record import record
+from eagle_trace_training import session
 from tests.support.tiny_speculators import (
     HIDDEN,
     LAYER_IDS,

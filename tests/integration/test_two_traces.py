@@ -8,7 +8,7 @@ import pytest
 
 from eagle_trace import Trace
 from eagle_trace_analysis import Diff, diff
-from eagle_trace_analysis.diagnose import diagnosed
+from eagle_trace_analysis.diagnosis.diagnose import diagnosed
 from eagle_trace_analysis.report.text import render
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
@@ -17,7 +17,7 @@ Make = Callable[..., Trace]
 OTHERS = {
     "itself": {"level": "values"},
     "bfloat16": {"dtype": "bfloat16"},
-    "two-ranks": {"sglang_args": ("--tp", "2")},
+    "two-ranks": {"host_args": ("--tp", "2")},
     "a-tree": {"topk": 4, "draft_tokens": 8},
 }
 

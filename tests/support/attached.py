@@ -102,7 +102,7 @@ def server(
 
     A variable that is empty is not set. Within ``with warm():`` it starts in seconds (`tests.support.warm`).
     """
-    from eagle_trace_sglang import host
+    from eagle_trace_serving import process as host
     from sglang_cpu_eagle import cpu_environment
 
     port, log, out = free_port(), folder / "server.log", folder / "recorded"

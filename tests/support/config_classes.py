@@ -15,7 +15,7 @@ from tests.support import checkpoints as make
 from tests.support.engine_judge import VALUES, ask
 
 ROOT = Path(__file__).parents[2]
-TABLE = ROOT / "analysis/eagle_trace_analysis/checkpoint/config_classes.json"
+TABLE = ROOT / "analysis/eagle_trace_analysis/engines/sglang/config_classes.json"
 
 #: model types that flat draft configs were seen with, and those of targets that drafts are made for
 MODEL_TYPES = (

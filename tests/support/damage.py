@@ -33,7 +33,7 @@ from eagle_trace.reader import Trace, ValueReader, open_trace, read_keys
 from eagle_trace.store import Store, _RemoteStore
 from eagle_trace.writer import TraceWriter, prepare_output
 from eagle_trace_analysis import diff
-from eagle_trace_analysis.fold import Serial
+from eagle_trace_analysis.comparison.fold import Serial
 from eagle_trace_analysis.report.json import to_json_text
 from tests.support.synthetic import Side, make_prompts, only, write_trace
 

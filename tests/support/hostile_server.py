@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle_trace.contents import trace_files
-from eagle_trace_sglang.archive import pack
+from eagle_trace_serving.archive import pack
 
 #: sends an answer; what it raises because the client hung up is passed over
 Answer = Callable[[BaseHTTPRequestHandler], None]

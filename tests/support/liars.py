@@ -19,8 +19,8 @@ import pyarrow.parquet as pq
 from eagle_trace.errors import EagleTraceError
 from eagle_trace.reader import Trace, open_trace
 from eagle_trace_analysis import diff
-from eagle_trace_analysis.diagnose import Checkpoints, diagnosed
-from eagle_trace_analysis.fold import Serial
+from eagle_trace_analysis.comparison.fold import Serial
+from eagle_trace_analysis.diagnosis.diagnose import Checkpoints, diagnosed
 from eagle_trace_analysis.report import show, show_text
 from eagle_trace_analysis.report.json import to_json_text
 from eagle_trace_analysis.report.text import render

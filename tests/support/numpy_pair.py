@@ -1,9 +1,9 @@
 """The demo pair run in numpy on both sides, with faults on request, as real traces.
 
 Target and draft are those that ship with eagle-trace, so weights and text are real; the forward is written here a
-second time, apart from the analysis (`eagle_trace_analysis.steps`), and rounds to the trace's dtype at every site. The
-serve side works like a server: it drafts, verifies against the target's greedy continuation, and keeps one cache slot
-a position, so that a fault of the cache can be planted where it would be.
+second time, apart from the analysis (`eagle_trace_analysis.replay.families`), and rounds to the trace's dtype at every
+site. The serve side works like a server: it drafts, verifies against the target's greedy continuation, and keeps one
+cache slot a position, so that a fault of the cache can be planted where it would be.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 from eagle_trace.reader import Trace
 from eagle_trace_analysis import Diff, diff
 from eagle_trace_analysis.checkpoint.export import export
-from eagle_trace_analysis.diagnose import diagnosed
+from eagle_trace_analysis.diagnosis.diagnose import diagnosed
 from tests.support.numpy_pair import Doing, write_side
 from tests.support.numpy_target import read_tensors
 from tests.support.pairs import DRAFT, TARGET

@@ -34,6 +34,15 @@ TARGETS: dict[str, tuple[dict[str, Any], str]] = {
         nested("Gemma3ForConditionalGeneration", "gemma3", "gemma3_text", final_logit_softcapping=None),
         "",
     ),
+    "gemma-3, as transformers saves it": (
+        {
+            "architectures": ["Gemma3ForCausalLM"],
+            "model_type": "gemma3_text",
+            "hidden_activation": "gelu_pytorch_tanh",
+            **{k: v for k, v in TEXT.items() if k not in ("model_type", "hidden_act", "mlp_bias")},
+        },
+        "",
+    ),
     "llama-4": (nested("Llama4ForConditionalGeneration", "llama4", "llama4_text"), ""),
     "null where none is taken": (flat("LlamaForCausalLM", "llama", attention_bias=None), "attention_bias"),
     "integer for a fraction": (flat("Qwen3ForCausalLM", "qwen3", rms_norm_eps=1), "rms_norm_eps"),

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from eagle_trace.errors import UsageError
 from eagle_trace.prompts import content_key
-from eagle_trace_sglang.admission import DEFAULT_REQUESTS, Admission, Admitted
-from eagle_trace_sglang.attached import CEILING, ceiling_of, opted_in, order_of
+from eagle_trace_serving.admission import DEFAULT_REQUESTS, Admission, Admitted
+from eagle_trace_serving.attached import CEILING, ceiling_of, opted_in, order_of
 
 
 def take(admission: Admission, *rids: str) -> Admitted:

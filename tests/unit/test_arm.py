@@ -12,13 +12,13 @@ import pytest
 
 from eagle_trace.errors import OutputExistsError, UsageError
 from eagle_trace.selection import Selection
-from eagle_trace_speculators import arm
-from eagle_trace_speculators.command import SHIM, record_command
+from eagle_trace_training import arm
+from eagle_trace_training.command import SHIM, record_command
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = [str(ROOT), str(ROOT / "recorders"), str(ROOT / "analysis")]
 
-#: what `eagle_trace_speculators.arm` watches for, without torch
+#: what `eagle_trace_training.arm` watches for, without torch
 CORE = """
 class Config:
     speculators_model_type = "eagle3"

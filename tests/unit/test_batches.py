@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from eagle_trace_speculators.batches import Batch
+from eagle_trace_training.batches import Batch
 
 #: three documents of 3, 4 and 1 rows, two rows of padding; ids as speculators numbers them, or not
 IDS = [(0, 0, 0, 1, 1, 1, 1, 2, -1, -1), (7, 7, 7, 2, 2, 2, 2, 9, -1, -1)]

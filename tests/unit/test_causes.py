@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from eagle_trace_analysis.causes import REGISTRY
-from eagle_trace_analysis.diagnose import diagnose
+from eagle_trace_analysis.diagnosis.diagnose import diagnose
 from tests.support import planted_faults as plant
 from tests.support.planted import Planted, run
 from tests.support.relevel import expect_the_same_at_sketch

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from eagle_trace.errors import CheckpointError
-from eagle_trace_analysis.checkpoint import accepts
 from eagle_trace_analysis.checkpoint.check import check
 from eagle_trace_analysis.checkpoint.export import export
 from eagle_trace_analysis.checkpoint.finding import CheckResult, Status
+from eagle_trace_analysis.engines.sglang import accepts
 from tests.support import checkpoints as make
 from tests.support.check_cases import Folders, flat_config, named, only, troubles, write_healthy
 from tests.support.config_cases import ACCEPTED, NAMED, OTHERWISE, REFUSED

@@ -13,7 +13,7 @@ from eagle_trace_analysis.checkpoint.check import check
 from eagle_trace_analysis.checkpoint.export import export
 from eagle_trace_analysis.checkpoint.files import open_checkpoint
 from eagle_trace_analysis.checkpoint.finding import Status
-from eagle_trace_analysis.diagnose import Checkpoints, diagnose
+from eagle_trace_analysis.diagnosis.diagnose import Checkpoints, diagnose
 from tests.support import checkpoints as make
 from tests.support.pairs import DRAFT, TARGET
 

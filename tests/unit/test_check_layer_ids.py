@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from eagle_trace_analysis.checkpoint import engine
 from eagle_trace_analysis.checkpoint.check import check
 from eagle_trace_analysis.checkpoint.export import export
 from eagle_trace_analysis.checkpoint.finding import Finding, Status
+from eagle_trace_analysis.engines.sglang import engine
 from tests.support import checkpoints as make
 from tests.support.check_cases import Folders, flat_config, named, write_healthy
 

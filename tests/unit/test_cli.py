@@ -1,9 +1,13 @@
 """Exit statuses of the command line that no command of its own decides."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 from typer.testing import CliRunner
 
-from eagle_trace.cli import main
+from eagle_trace.cli import main, record
 
 
 @pytest.mark.parametrize(
@@ -34,3 +38,44 @@ def test_ctrl_c_is_not_taken_for_a_divergence(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(eagle_trace.reader, "open_trace", interrupted)
     assert CliRunner().invoke(main.app, ["show", "nowhere"]).exit_code == main.INTERRUPTED
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--help"],
+        ["record", "--help"],
+        ["show", "tests/golden/healthy.trace"],
+        ["diff", "tests/golden/train.trace", "tests/golden/broken.trace"],
+        ["check", "eagle_trace/demo/models/draft", "--target", "eagle_trace/demo/models/target"],
+    ],
+    ids=lambda arguments: "-".join(arguments[:2]),
+)
+def test_a_reader_that_goes_away_ends_a_command_without_a_word(arguments: list[str]) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        command = [sys.executable, "-m", "eagle_trace.cli.main", *arguments]
+        done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, check=False)
+    finally:
+        os.close(writing)
+    assert (done.returncode, done.stderr) == (main.UNREAD, "")
+
+
+def test_a_pipe_of_another_kind_that_breaks_is_a_bug(monkeypatch: pytest.MonkeyPatch) -> None:
+    import eagle_trace.reader
+
+    def broken(*_: object, **__: object) -> None:
+        raise BrokenPipeError("of a host")
+
+    monkeypatch.setattr(eagle_trace.reader, "open_trace", broken)
+    assert CliRunner().invoke(main.app, ["show", "nowhere"]).exit_code == main.BUG
+
+
+def test_the_options_of_record_stand_in_groups() -> None:
+    help_ = CliRunner().invoke(main.app, ["record", "--help"], env={"COLUMNS": "200"}).stdout
+    groups = [record.RUN, record.KEEP, record.TRAIN, record.SERVE, record.ATTACH]
+    places = [help_.index(group) for group in groups]
+    assert places == sorted(places)
+    for option, group in (("--prompts", 0), ("--level", 1), ("--replay", 2), ("--batch-size", 3), ("--timeout", 4)):
+        assert max(n for n, place in enumerate(places) if place < help_.index(f" {option} ")) == group, option

@@ -14,8 +14,9 @@ import pytest
 from eagle_trace import Trace, open_trace, streams, writer
 from eagle_trace.capture import Rows
 from eagle_trace.manifest import Manifest
-from eagle_trace_analysis import align, compare
-from eagle_trace_analysis.compare import (
+from eagle_trace_analysis import align
+from eagle_trace_analysis.comparison import compare
+from eagle_trace_analysis.comparison.compare import (
     Compared,
     SiteFold,
     ValuesFold,
@@ -24,7 +25,7 @@ from eagle_trace_analysis.compare import (
     partition,
     row_facts,
 )
-from eagle_trace_analysis.fold import Serial, fold
+from eagle_trace_analysis.comparison.fold import Serial, fold
 
 COUNT, WIDTH = 700, 24
 Data = tuple[np.ndarray, np.ndarray]

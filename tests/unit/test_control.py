@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from eagle_trace.errors import HostError, OutputExistsError, RecordingError, UsageError
-from eagle_trace_sglang import control as module
-from eagle_trace_sglang.control import Control
-from eagle_trace_sglang.orders import Order
+from eagle_trace_serving import control as module
+from eagle_trace_serving.control import Control
+from eagle_trace_serving.orders import Order
+from eagle_trace_serving.session import connect
 from eagle_trace_sglang.plugin import SESSION
-from eagle_trace_sglang.session import connect
 
 FACTS = {
     "packages": {}, "target": "org/target", "draft": "org/draft", "device": "cpu", "dtype": "float32",

@@ -24,8 +24,8 @@ from eagle_trace.errors import TraceDamagedError, TraceError
 from eagle_trace.manifest import OPEN_SEAL, Manifest, open_seal_name, seal_name, sealed_json
 from eagle_trace.writer import TraceWriter
 from eagle_trace_analysis import diff
-from eagle_trace_analysis.align import align
-from eagle_trace_analysis.compare import compare_values, partition
+from eagle_trace_analysis.comparison.compare import compare_values, partition
+from eagle_trace_analysis.pairing.align import align
 from eagle_trace_analysis.report.show import summary
 from eagle_trace_analysis.report.show_text import render_summary
 from tests.support.damage import KINDS, Pair, make_pairs, outcome

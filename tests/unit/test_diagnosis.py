@@ -13,7 +13,7 @@ from eagle_trace.reader import Trace, open_trace
 from eagle_trace_analysis import Diff, diff
 from eagle_trace_analysis.causes import REGISTRY
 from eagle_trace_analysis.causes.document import render as causes_page
-from eagle_trace_analysis.diagnose import Checkpoints, diagnose, diagnosed
+from eagle_trace_analysis.diagnosis.diagnose import Checkpoints, diagnose, diagnosed
 from eagle_trace_analysis.report.json import to_json
 from eagle_trace_analysis.report.text import render
 from tests.support.numpy_target import read_tensors

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eagle_trace_speculators.documents import Chain, Document, Pack, pack, replayed, teacher_forced
+from eagle_trace_training.documents import Chain, Document, Pack, pack, replayed, teacher_forced
 
 TOKENS = (10, 11, 12, 13, 14, 15)
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from eagle_trace_sglang.draft_rows import NO_BRANCHES, OTHER_LENGTHS, DraftCall, RowTracker, tree_parents
+from eagle_trace_serving.draft_rows import NO_BRANCHES, OTHER_LENGTHS, DraftCall, RowTracker, tree_parents
 
 
 def tracking(prompts: dict[str, int]) -> RowTracker:

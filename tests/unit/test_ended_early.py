@@ -77,7 +77,7 @@ def test_traces_that_agree_say_it_too(whole: tuple[Trace, Trace]) -> None:
 
 def test_there_is_nothing_to_replay(whole: tuple[Trace, Trace], tmp_path: Path) -> None:
     pytest.importorskip("torch")
-    from eagle_trace_speculators.replay import open_replay
+    from eagle_trace_training.replay import open_replay
 
     failed = without_rows(tmp_path / "failed", whole[1].table("prompts").to_pylist())
     with pytest.raises(UsageError, match=f"holds no row to replay: {SAID}"):

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pytest
 
 from eagle_trace.errors import UsageError
-from eagle_trace_speculators.first_tokens import UNKNOWN, FirstTokens
+from eagle_trace_training.first_tokens import UNKNOWN, FirstTokens
 
 DOCUMENTS = [[1, 2, 3], [9, 5, 6, 7], [8, 5, 6], [4, 2, 9], [3, 2, 9], [5]]
 

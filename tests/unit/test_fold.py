@@ -26,9 +26,10 @@ from eagle_trace.cli.main import app
 from eagle_trace.errors import SchedulerError, TraceDamagedError, UsageError
 from eagle_trace.sitedata import PartFile, RowGroup
 from eagle_trace.store import open_store
-from eagle_trace_analysis import align, compare, diff
-from eagle_trace_analysis import fold as folding
-from eagle_trace_analysis.fold import Dask, Executor, Serial, Threads
+from eagle_trace_analysis import align, diff
+from eagle_trace_analysis.comparison import compare
+from eagle_trace_analysis.comparison import fold as folding
+from eagle_trace_analysis.comparison.fold import Dask, Executor, Serial, Threads
 from eagle_trace_analysis.report.json import to_json_text
 from tests.support.synthetic import Side, make_prompts, only, write_trace
 
@@ -107,7 +108,7 @@ def test_many_parts_of_many_sites_are_added_in_order(
 def test_sums_do_not_depend_on_the_kernels_of_blas() -> None:
     code = """
 import numpy as np
-from eagle_trace_analysis.sums import Accumulator
+from eagle_trace_analysis.comparison.sums import Accumulator
 rng = np.random.default_rng(0)
 x, y = (rng.standard_normal((96, 3001), dtype=np.float32) for _ in range(2))
 total = Accumulator(3001, 96, logits=True)

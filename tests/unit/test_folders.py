@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from eagle_trace_sglang.folders import LOCK, OwnFolder, sweep
-from eagle_trace_sglang.session import Session
+from eagle_trace_serving.folders import LOCK, OwnFolder, sweep
+from eagle_trace_serving.session import Session
 
 OWNER = """
 import sys, time
-from eagle_trace_sglang.session import Session
+from eagle_trace_serving.session import Session
 session = Session("X")
 print(session.folder, flush=True)
 time.sleep(60)

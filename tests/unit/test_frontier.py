@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eagle_trace.sites import draft_sites
-from eagle_trace_analysis.frontier import find_frontier
-from eagle_trace_analysis.result import Divergence, SiteResult
+from eagle_trace_analysis.comparison.frontier import find_frontier
+from eagle_trace_analysis.comparison.result import Divergence, SiteResult
 
 SITES = draft_sites()
 NODES = [(site.name, step) for site in SITES for step in range(3) if step == 0 or site.steps == "all"]

@@ -17,11 +17,11 @@ from eagle_trace import open_trace
 from eagle_trace.cli.main import app
 from eagle_trace.contents import is_trace_file, trace_files
 from eagle_trace.errors import EagleTraceError, RecordingError, UsageError
-from eagle_trace_sglang import remote
-from eagle_trace_sglang.answers import NonsenseError, understood
-from eagle_trace_sglang.archive import ArchiveError, unpack
-from eagle_trace_sglang.exchange import quoted
-from eagle_trace_sglang.record import attach
+from eagle_trace_serving import remote
+from eagle_trace_serving.answers import NonsenseError, understood
+from eagle_trace_serving.archive import ArchiveError, unpack
+from eagle_trace_serving.exchange import quoted
+from eagle_trace_serving.record import attach
 from tests.support.hostile_server import (
     NAME,
     TOKEN,

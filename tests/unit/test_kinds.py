@@ -12,9 +12,9 @@ import pytest
 from safetensors.numpy import save_file
 
 from eagle_trace_analysis.checkpoint.files import StoredTensor, read_header
-from eagle_trace_analysis.grids import grid_of
-from eagle_trace_analysis.kinds import kind_of
-from eagle_trace_analysis.places import match_channels, match_rows, order_words
+from eagle_trace_analysis.tensors.grids import grid_of
+from eagle_trace_analysis.tensors.kinds import kind_of
+from eagle_trace_analysis.tensors.places import match_channels, match_rows, order_words
 
 HEAD, HEADS, WIDTH = 16, 12, 96
 BF16 = ml_dtypes.bfloat16
@@ -115,7 +115,7 @@ def test_a_few_elements_that_a_storage_dtype_rounds_are_no_move(
     held: Any, row: slice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As where one number of an embedding is too small for float16: nothing stands at another place."""
-    monkeypatch.setattr("eagle_trace_analysis.kinds.SAMPLE", 70 * WIDTH)
+    monkeypatch.setattr("eagle_trace_analysis.tensors.kinds.SAMPLE", 70 * WIDTH)
     was = drawn().astype(held).astype(np.float32)
     was[row, 5] *= 1 + 2.0**-14
     if row.start is not None:
@@ -127,7 +127,7 @@ def test_a_few_elements_that_a_storage_dtype_rounds_are_no_move(
 
 
 def test_a_row_that_no_sample_holds_is_found_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("eagle_trace_analysis.kinds.SAMPLE", 70 * WIDTH)
+    monkeypatch.setattr("eagle_trace_analysis.tensors.kinds.SAMPLE", 70 * WIDTH)
     tensors = stored(tmp_path, was=drawn(), held=one_row(drawn(), 3.0))
     kind = kind_of(tensors["was"], tensors["held"])
     assert kind is not None
@@ -138,7 +138,7 @@ def test_a_row_that_no_sample_holds_is_found_all_the_same(tmp_path: Path, monkey
 def test_two_heads_are_found_in_a_matrix_of_which_a_sample_is_read(
     sample: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("eagle_trace_analysis.kinds.SAMPLE", sample * WIDTH)
+    monkeypatch.setattr("eagle_trace_analysis.tensors.kinds.SAMPLE", sample * WIDTH)
     tensors = stored(tmp_path, was=drawn(), held=heads_exchanged(drawn()))
     kind = kind_of(tensors["was"], tensors["held"], head=HEAD)
     assert kind is not None
@@ -186,7 +186,7 @@ def test_quantised_weights_lie_on_the_grid_of_their_format(name: str, dtype: Any
 def test_a_grid_is_found_in_a_matrix_of_which_a_sample_is_read(
     size: int | None, per: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("eagle_trace_analysis.kinds.SAMPLE", 70 * 256)
+    monkeypatch.setattr("eagle_trace_analysis.tensors.kinds.SAMPLE", 70 * 256)
     was = drawn(256, 256)
     was[1, 3] = 0.3
     step = np.abs(was).max() / 448 if size is None else _of_squares(was, size) / 448
@@ -220,7 +220,7 @@ def test_channels_that_are_equal_or_zero_stay_at_their_places() -> None:
 def test_channels_are_matched_over_any_width(monkeypatch: pytest.MonkeyPatch) -> None:
     x = drawn(48, 700, seed=6).astype(np.float64)
     order = np.random.default_rng(1).permutation(700)
-    monkeypatch.setattr("eagle_trace_analysis.places.AT_ONCE", 64)
+    monkeypatch.setattr("eagle_trace_analysis.tensors.places.AT_ONCE", 64)
     place, error = match_channels(x[:, order] * (1 + 1e-6), x)
     assert (place == order).all()
     assert error.max() < 1e-5

@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 from eagle_trace.checkpoints import sampled_tensors, target_sample
 from eagle_trace.recording.params import parameter_row
 from eagle_trace_analysis.checkpoint.files import StoredTensor, read_header
-from eagle_trace_analysis.loaded import apart
+from eagle_trace_analysis.tensors.loaded import apart
 
 BF16 = ml_dtypes.bfloat16
 

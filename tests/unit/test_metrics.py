@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from eagle_trace.capture import row_statistics
-from eagle_trace_analysis import sums
-from eagle_trace_analysis.metrics import (
+from eagle_trace_analysis.comparison import sums
+from eagle_trace_analysis.comparison.metrics import (
     counted_flips,
     logit_metrics,
     quantile,
@@ -17,7 +17,7 @@ from eagle_trace_analysis.metrics import (
     stats_error,
     t_statistic,
 )
-from eagle_trace_analysis.sums import Accumulator, Sums
+from eagle_trace_analysis.comparison.sums import Accumulator, Sums
 
 
 def accumulate(x: np.ndarray, y: np.ndarray, *, logits: bool = False, split: int | None = None) -> Sums:

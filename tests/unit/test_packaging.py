@@ -33,10 +33,11 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return zipfile.ZipFile(file).namelist()
 
 
-def test_the_wheel_holds_the_five_packages_and_no_tests(wheel: list[str]) -> None:
+def test_the_wheel_holds_all_packages_and_no_tests(wheel: list[str]) -> None:
     tops = {name.split("/")[0] for name in wheel if ".dist-info" not in name}
     packages = {
-        "eagle_trace", "eagle_trace_analysis", "eagle_trace_sglang", "eagle_trace_speculators", "sglang_cpu_eagle"
+        "eagle_trace", "eagle_trace_analysis", "eagle_trace_serving", "eagle_trace_sglang", "eagle_trace_speculators",
+        "eagle_trace_training", "sglang_cpu_eagle",
     }  # fmt: skip
     assert tops == {*packages, "eagle_trace_train.pth"}
 
@@ -49,7 +50,7 @@ def test_the_wheel_holds_the_five_packages_and_no_tests(wheel: list[str]) -> Non
         "eagle_trace/demo/models/target/model.safetensors",
         "eagle_trace/demo/models/draft/model.safetensors",
         "sglang_cpu_eagle/shim/sgl_kernel/__init__.py",
-        "eagle_trace_speculators/shim/sitecustomize.py",
+        "eagle_trace_training/shim/sitecustomize.py",
     ],
 )
 def test_the_wheel_holds_what_is_needed_at_run_time(wheel: list[str], file: str) -> None:

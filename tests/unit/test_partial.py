@@ -23,7 +23,7 @@ from eagle_trace.manifest import Manifest
 from eagle_trace.reader import Trace
 from eagle_trace.writer import TraceWriter, prepare_output
 from eagle_trace_analysis import diff
-from eagle_trace_analysis.diagnose import Checkpoints, diagnosed
+from eagle_trace_analysis.diagnosis.diagnose import Checkpoints, diagnosed
 from eagle_trace_analysis.report.show import summary
 from eagle_trace_analysis.report.show_text import render_summary
 from eagle_trace_analysis.report.text import render

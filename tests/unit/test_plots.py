@@ -15,9 +15,9 @@ from eagle_trace.capture import Rows, Statistics
 from eagle_trace.errors import TraceNotFoundError, UsageError
 from eagle_trace.reader import open_trace
 from eagle_trace_analysis import Diff, diff, plots
+from eagle_trace_analysis.comparison.rowwise import RowFigures
 from eagle_trace_analysis.plots import style
 from eagle_trace_analysis.plots.health import compare_params, degenerate
-from eagle_trace_analysis.rowwise import RowFigures
 from tests.support.synthetic import F64, Side, make_prompts, only, value_sites, write_trace
 
 GOLDEN = Path(__file__).parents[1] / "golden"

@@ -17,8 +17,8 @@ from eagle_trace.reader import Trace, ValueReader, iter_blocks
 from eagle_trace.recording.params import parameter_row
 from eagle_trace.writer import DP_STRIDE, TOO_SLOW, TraceWriter, prepare_output
 from eagle_trace_analysis import diff
-from eagle_trace_analysis.params import same
-from eagle_trace_analysis.ranks import check_ranks
+from eagle_trace_analysis.comparison.params import same
+from eagle_trace_analysis.pairing.ranks import check_ranks
 from tests.support.synthetic import Side, make_prompts, write_trace
 from tests.support.tables import edit_manifest
 

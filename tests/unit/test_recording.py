@@ -12,9 +12,9 @@ import pytest
 from eagle_trace import open_trace
 from eagle_trace.manifest import Manifest
 from eagle_trace.writer import TraceWriter, prepare_output
-from eagle_trace_sglang.admission import Admission
-from eagle_trace_sglang.orders import Order
-from eagle_trace_sglang.recording import Recording
+from eagle_trace_serving.admission import Admission
+from eagle_trace_serving.orders import Order
+from eagle_trace_serving.recording import Recording
 
 torch = pytest.importorskip("torch")
 

@@ -17,9 +17,9 @@ from typer.testing import CliRunner
 from eagle_trace.cli.main import app
 from eagle_trace.errors import EagleTraceError, HostError, RecordingError, UsageError
 from eagle_trace.prompts import Prompt
-from eagle_trace_sglang.record import attach
-from eagle_trace_sglang.remote import Remote, _ask
-from eagle_trace_sglang.requests import Request
+from eagle_trace_serving.record import attach
+from eagle_trace_serving.remote import Remote, _ask
+from eagle_trace_serving.requests import Request
 
 READY = {"state": "ready", "last": {}, "server": {}}
 

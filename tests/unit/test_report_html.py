@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from eagle_trace.cli.main import app
 from eagle_trace.reader import open_trace
 from eagle_trace_analysis import Diff, diff
-from eagle_trace_analysis.diagnose import diagnosed
+from eagle_trace_analysis.diagnosis.diagnose import diagnosed
 from eagle_trace_analysis.report.html import render_html
 from eagle_trace_analysis.report.sections import e, lead
 from tests.support.hostile import SCRIPT, hostile_pair

@@ -19,7 +19,7 @@ import pytest
 
 from eagle_trace.errors import RecordingError, UsageError
 from eagle_trace.manifest import OPEN_SEAL, SEAL
-from eagle_trace_sglang.orders import Order
+from eagle_trace_serving.orders import Order
 from tests.support.sglang_auth import sglang_auth
 
 pytest.importorskip("httpx")
@@ -85,8 +85,8 @@ class Armed:
     def __init__(self, folder: Path, auth: Any, api: str | None, admin: str | None, *, opt_in: bool) -> None:
         from fastapi.testclient import TestClient
 
-        from eagle_trace_sglang.access import Keys
-        from eagle_trace_sglang.routes import add_routes
+        from eagle_trace_serving.access import Keys
+        from eagle_trace_serving.routes import add_routes
 
         self.folder = folder
         self.recorder = Recorder()
@@ -398,7 +398,7 @@ def test_what_lies_in_a_trace_and_is_not_part_of_it_is_not_given_away(arm: Arm, 
 
 
 def test_a_file_that_shrinks_while_it_is_sent_breaks_the_answer(arm: Arm, monkeypatch: pytest.MonkeyPatch) -> None:
-    from eagle_trace_sglang import archive
+    from eagle_trace_serving import archive
 
     armed = arm(admin="admin")
     monkeypatch.setattr(archive, "trace_files", lambda _path: {SEAL: 5000})
@@ -411,9 +411,9 @@ def test_a_download_that_breaks_on_the_server_does_not_end_like_a_regular_one(
 ) -> None:
     """Over a real connection: the server's file turns out shorter than it was when the answer began."""
     uvicorn = pytest.importorskip("uvicorn")
-    from eagle_trace_sglang import archive, routes
-    from eagle_trace_sglang.answers import Ended
-    from eagle_trace_sglang.remote import Remote
+    from eagle_trace_serving import archive, routes
+    from eagle_trace_serving.answers import Ended
+    from eagle_trace_serving.remote import Remote
 
     armed = arm("user")
     part = armed.folder / "theirs.trace" / "topk.parquet" / "rank0-00000.parquet"
@@ -449,7 +449,7 @@ def test_a_download_that_breaks_on_the_server_does_not_end_like_a_regular_one(
 
 
 def test_a_prompt_may_not_have_two_numbers_and_no_number_is_endless() -> None:
-    from eagle_trace_sglang.admission import Admission
+    from eagle_trace_serving.admission import Admission
 
     with pytest.raises(UsageError, match="a number of its own"):
         Admission({"a": (0, "k"), "b": (0, "l")})
@@ -530,7 +530,7 @@ def test_a_disk_that_hangs_while_traces_are_removed_leaves_the_other_routes_alon
 ) -> None:
     import httpx
 
-    from eagle_trace_sglang import routes
+    from eagle_trace_serving import routes
 
     armed = arm("user")
     moves = threading.Event()
@@ -551,7 +551,7 @@ def test_a_disk_that_hangs_while_traces_are_removed_leaves_the_other_routes_alon
 def test_slow_bodies_and_slow_downloads_keep_nobody_out(arm: Arm) -> None:
     import httpx
 
-    from eagle_trace_sglang import routes
+    from eagle_trace_serving import routes
 
     armed = arm(opt_in=True)
     part = armed.folder / "theirs.trace" / "topk.parquet" / "rank0-00000.parquet"

@@ -18,10 +18,10 @@ from eagle_trace import open_trace
 from eagle_trace.manifest import Manifest
 from eagle_trace.store import Sink
 from eagle_trace.writer import TraceWriter, prepare_output
-from eagle_trace_sglang import recorder as module
-from eagle_trace_sglang.admission import Admission
-from eagle_trace_sglang.orders import Order
-from eagle_trace_sglang.recorder import ServeRecorder
+from eagle_trace_serving import recorder as module
+from eagle_trace_serving.admission import Admission
+from eagle_trace_serving.orders import Order
+from eagle_trace_serving.recorder import ServeRecorder
 
 
 class Main:

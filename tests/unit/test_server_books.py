@@ -14,10 +14,10 @@ from eagle_trace.capture import Rows
 from eagle_trace.manifest import Manifest
 from eagle_trace.writer import TraceWriter, prepare_output
 from eagle_trace_analysis import diff
-from eagle_trace_analysis.acceptance import accept_length, contradiction
 from eagle_trace_analysis.causes.fed_tokens import check
-from eagle_trace_analysis.result import AcceptLength
-from eagle_trace_speculators.replay import replay_tasks
+from eagle_trace_analysis.comparison.acceptance import accept_length, contradiction
+from eagle_trace_analysis.comparison.result import AcceptLength
+from eagle_trace_training.replay import replay_tasks
 from tests.support.synthetic import Side, make_prompts, write_trace
 
 PROMPT, ANSWER = [10, 11, 12, 13, 14, 15], [20, 21, 22, 23, 24, 25]

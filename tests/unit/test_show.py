@@ -15,9 +15,9 @@ from typer.testing import CliRunner
 from eagle_trace.cli.main import _Commands
 from eagle_trace.cli.show import show
 from eagle_trace.reader import open_trace
+from eagle_trace_analysis.pairing.tokens import TokenNames, _common_start, prompt_names
 from eagle_trace_analysis.report.show import row, summary
 from eagle_trace_analysis.report.show_text import render_summary, size
-from eagle_trace_analysis.tokens import TokenNames, _common_start, prompt_names
 from tests.support.hostile import hostile_pair
 from tests.support.synthetic import Side, make_prompts, write_trace
 

@@ -15,16 +15,16 @@ from eagle_trace import Trace, open_trace
 from eagle_trace.capture import Rows
 from eagle_trace.sketch import reduce_rows, unscale
 from eagle_trace_analysis import Diff, diff
-from eagle_trace_analysis.diagnose import Checkpoints, diagnosed
-from eagle_trace_analysis.metrics import Metrics
+from eagle_trace_analysis.comparison.metrics import Metrics
+from eagle_trace_analysis.comparison.rowwise import RowFigures
+from eagle_trace_analysis.comparison.sketch import estimated_rho, sketch_metrics, widened
+from eagle_trace_analysis.comparison.sums import Accumulator
+from eagle_trace_analysis.comparison.tolerance import SCALE, Tolerance, analytic_floor
+from eagle_trace_analysis.diagnosis.diagnose import Checkpoints, diagnosed
 from eagle_trace_analysis.report.html import render_html
 from eagle_trace_analysis.report.json import to_json
 from eagle_trace_analysis.report.show import row
 from eagle_trace_analysis.report.text import render
-from eagle_trace_analysis.rowwise import RowFigures
-from eagle_trace_analysis.sketch import estimated_rho, sketch_metrics, widened
-from eagle_trace_analysis.sums import Accumulator
-from eagle_trace_analysis.tolerance import SCALE, Tolerance, analytic_floor
 from tests.support import synthetic
 from tests.support.pairs import DRAFT, TARGET
 from tests.support.planted import Planted, run

@@ -13,14 +13,14 @@ import pytest
 from eagle_trace.capture import DTYPES
 from eagle_trace.reader import Trace
 from eagle_trace_analysis import Diff, diff
-from eagle_trace_analysis.context import Context
-from eagle_trace_analysis.diagnose import Checkpoints, diagnosed
-from eagle_trace_analysis.params import same, shown_at
-from eagle_trace_analysis.replay import Replay, Replayed, judge
+from eagle_trace_analysis.comparison.params import same, shown_at
+from eagle_trace_analysis.comparison.tolerance import UNIT
+from eagle_trace_analysis.diagnosis.diagnose import Checkpoints, diagnosed
+from eagle_trace_analysis.evidence.context import Context
+from eagle_trace_analysis.replay.replay import Replay, Replayed, judge
+from eagle_trace_analysis.replay.systematic import FEWEST_ROWS, Limits, Systematic, systematic
 from eagle_trace_analysis.report.json import to_json
 from eagle_trace_analysis.report.text import render
-from eagle_trace_analysis.systematic import FEWEST_ROWS, Limits, Systematic, systematic
-from eagle_trace_analysis.tolerance import UNIT
 from tests.support.planted import Planted, run
 from tests.support.relevel import at_level
 

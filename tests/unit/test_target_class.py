@@ -10,7 +10,7 @@ import pytest
 from eagle_trace.errors import CheckpointError, HostError
 from eagle_trace_analysis.checkpoint.check import check
 from eagle_trace_analysis.checkpoint.finding import Status
-from eagle_trace_analysis.checkpoint.target_classes import NO_CAPTURE, NO_EMBEDDING, SERVES, SINCE
+from eagle_trace_analysis.engines.sglang.target_classes import NO_CAPTURE, NO_EMBEDDING, SERVES, SINCE
 from eagle_trace_sglang import targets
 from tests.support import checkpoints as make
 from tests.support.check_cases import Folders, flat_config, named, only, write_healthy

@@ -15,7 +15,7 @@ import pytest
 
 from eagle_trace.sites import draft_sites
 from eagle_trace_analysis import Metrics, Tolerances
-from eagle_trace_analysis.tolerance import FACTOR, analytic_floor, lower_dtype, sources
+from eagle_trace_analysis.comparison.tolerance import FACTOR, analytic_floor, lower_dtype, sources
 from tests.support.synthetic import Side, make_prompts, write_trace
 
 SITES = draft_sites()

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from eagle_trace_analysis.causes.parameters import site_of
+from eagle_trace.sites import site_of_parameter
 from eagle_trace_analysis.checkpoint.check import check
-from eagle_trace_analysis.checkpoint.engine import entering_norm
 from eagle_trace_analysis.checkpoint.export import SECOND_NAMES, export
 from eagle_trace_analysis.checkpoint.files import open_checkpoint
+from eagle_trace_analysis.engines.sglang.engine import entering_norm
 from tests.support import checkpoints as make
 
 SPECULATORS, SGLANG = "layers.1.input_layernorm.weight", "layers.1.hidden_norm.weight"
@@ -86,8 +86,8 @@ def test_a_draft_of_one_layer_gets_no_second_names(target: Path, tmp_path: Path)
 
 
 def test_the_norm_shows_at_the_second_layers_start() -> None:
-    assert site_of(SPECULATORS) == "layer.1.hidden_norm"
-    assert site_of("layers.0.input_layernorm.weight") == "layer.0.embed_norm"
+    assert site_of_parameter(SPECULATORS) == "layer.1.hidden_norm"
+    assert site_of_parameter("layers.0.input_layernorm.weight") == "layer.0.embed_norm"
     assert entering_norm(SPECULATORS) == SGLANG
     assert entering_norm("layers.0.input_layernorm.weight") is None
     assert entering_norm("layers.1.input_layernorm.bias") is None

@@ -15,11 +15,11 @@ from eagle_trace import Trace
 from eagle_trace.cli.main import app
 from eagle_trace.errors import IncomparableError
 from eagle_trace_analysis import Diff, diff
-from eagle_trace_analysis.diagnose import diagnosed
+from eagle_trace_analysis.diagnosis.diagnose import diagnosed
+from eagle_trace_analysis.pairing.roles import Roles
 from eagle_trace_analysis.report.html import render_html
 from eagle_trace_analysis.report.json import to_json
 from eagle_trace_analysis.report.text import render
-from eagle_trace_analysis.roles import Roles
 from tests.support import planted_faults as plant
 from tests.support.planted import Planted, serving
 from tests.support.synthetic import Side, make_prompts, only, write_trace

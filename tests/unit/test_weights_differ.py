@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from eagle_trace_analysis.diagnose import Diagnosis, diagnose
+from eagle_trace_analysis.diagnosis.diagnose import Diagnosis, diagnose
 from tests.support import planted_faults, planted_weights
 from tests.support.plant_edits import put
 from tests.support.planted import Planted, run

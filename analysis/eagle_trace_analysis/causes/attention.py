@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from eagle_trace_analysis.attention import View, attend
 from eagle_trace_analysis.causes.base import (
     RECORD_VALUES,
     Cause,
@@ -18,9 +17,10 @@ from eagle_trace_analysis.causes.base import (
     not_tested,
     ruled_out,
 )
-from eagle_trace_analysis.context import Context
-from eagle_trace_analysis.metrics import relative_error
-from eagle_trace_analysis.replay import Recomputed, Replay, Replayed
+from eagle_trace_analysis.comparison.metrics import relative_error
+from eagle_trace_analysis.evidence.context import Context
+from eagle_trace_analysis.replay.attention import View, attend
+from eagle_trace_analysis.replay.replay import Recomputed, Replay, Replayed
 
 FLAG = "--speculative-draft-window-size"
 MOST_WINDOWS, WINDOW_ROWS = 64, 4

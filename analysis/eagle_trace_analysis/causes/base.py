@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from eagle_trace_analysis.context import Context
-from eagle_trace_analysis.replay import Measured, Replay, Replayed
+from eagle_trace_analysis.evidence.context import Context
+from eagle_trace_analysis.replay.replay import Measured, Replay, Replayed
 
 Verdict = Literal["confirmed", "ruled_out", "not_tested"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from eagle_trace_analysis.causes.base import Cause, Outcome, confirmed, not_tested, ruled_out
-from eagle_trace_analysis.context import Context
+from eagle_trace_analysis.evidence.context import Context
 
 
 def check_rounding(context: Context) -> Outcome:

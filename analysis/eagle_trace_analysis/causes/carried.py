@@ -9,7 +9,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eagle_trace.capture import Rows
-from eagle_trace_analysis.attention import View
 from eagle_trace_analysis.causes.base import (
     RECORD_VALUES,
     Cause,
@@ -20,11 +19,12 @@ from eagle_trace_analysis.causes.base import (
     not_tested,
     ruled_out,
 )
-from eagle_trace_analysis.context import Context
-from eagle_trace_analysis.metrics import relative_error
-from eagle_trace_analysis.recorded import Recorded
-from eagle_trace_analysis.replay import Replay, Replayed
-from eagle_trace_analysis.tolerance import UNIT
+from eagle_trace_analysis.comparison.metrics import relative_error
+from eagle_trace_analysis.comparison.tolerance import UNIT
+from eagle_trace_analysis.evidence.context import Context
+from eagle_trace_analysis.replay.attention import View
+from eagle_trace_analysis.replay.recorded import Recorded
+from eagle_trace_analysis.replay.replay import Replay, Replayed
 
 Int = NDArray[np.int64]
 Real = NDArray[Any]

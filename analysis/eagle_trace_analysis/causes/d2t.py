@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eagle_trace_analysis.causes.base import Cause, Outcome, confirmed, not_tested, ruled_out
-from eagle_trace_analysis.context import Context
+from eagle_trace_analysis.evidence.context import Context
 
 Int = NDArray[np.int64]
 SITE = "topk.target_id"

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from eagle_trace_analysis.causes.base import Cause, Hypothesis, Outcome, counterfactual, ruled_out
 from eagle_trace_analysis.checkpoint.weights import same_rows
-from eagle_trace_analysis.context import Context
-from eagle_trace_analysis.replay import Replay, Replayed
+from eagle_trace_analysis.evidence.context import Context
+from eagle_trace_analysis.replay.replay import Replay, Replayed
 
 
 def own_embedding(context: Context) -> tuple[bool | None, str]:

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from eagle_trace_analysis.align import lookup
 from eagle_trace_analysis.causes.base import (
     RECORD_VALUES,
     Cause,
@@ -18,13 +17,14 @@ from eagle_trace_analysis.causes.base import (
     not_tested,
     ruled_out,
 )
-from eagle_trace_analysis.causes.misplaced import misplaced
-from eagle_trace_analysis.checkpoint import engine
 from eagle_trace_analysis.checkpoint.files import as_float32
 from eagle_trace_analysis.checkpoint.width import has_fc
-from eagle_trace_analysis.context import Context
-from eagle_trace_analysis.features import CLEARLY, Features, channel_error
-from eagle_trace_analysis.steps import rms
+from eagle_trace_analysis.engines.sglang import engine
+from eagle_trace_analysis.evidence.context import Context
+from eagle_trace_analysis.evidence.features import CLEARLY, Features, channel_error
+from eagle_trace_analysis.evidence.misplaced import misplaced
+from eagle_trace_analysis.pairing.align import lookup
+from eagle_trace_analysis.replay.inputs import rms
 
 Real = NDArray[Any]
 

@@ -15,8 +15,8 @@ from eagle_trace.capture import Rows
 from eagle_trace.reader import Trace
 from eagle_trace_analysis.causes.base import Cause, Outcome, confirmed, not_tested, ruled_out
 from eagle_trace_analysis.causes.tokens import is_shifted, lag
-from eagle_trace_analysis.context import Context
-from eagle_trace_analysis.topk import unmapped
+from eagle_trace_analysis.comparison.topk import unmapped
+from eagle_trace_analysis.evidence.context import Context
 
 Int = NDArray[np.int64]
 Bool = NDArray[np.bool_]

@@ -15,9 +15,9 @@ from eagle_trace_analysis.causes.base import (
     ruled_out,
 )
 from eagle_trace_analysis.checkpoint.files import StoredTensor
-from eagle_trace_analysis.context import Context
-from eagle_trace_analysis.replay import Measured, measure
-from eagle_trace_analysis.weights import Weights, sampled
+from eagle_trace_analysis.evidence.context import Context
+from eagle_trace_analysis.replay.replay import Measured, measure
+from eagle_trace_analysis.replay.weights import Weights, sampled
 
 Real = NDArray[Any]
 

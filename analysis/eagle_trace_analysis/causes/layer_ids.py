@@ -6,9 +6,9 @@ from math import isfinite
 
 from eagle_trace_analysis.causes.base import RECORD_VALUES, Cause, Outcome, confirmed, not_tested, ruled_out
 from eagle_trace_analysis.causes.fed import layer_words
-from eagle_trace_analysis.checkpoint import engine
-from eagle_trace_analysis.context import Context
-from eagle_trace_analysis.features import CLEARLY, Features
+from eagle_trace_analysis.engines.sglang import engine
+from eagle_trace_analysis.evidence.context import Context
+from eagle_trace_analysis.evidence.features import CLEARLY, Features
 
 FIX = "name the trained layers in eagle_config.eagle_aux_hidden_state_layer_ids, less one (SGLang counts outputs)"
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from eagle_trace_analysis.causes.base import Cause, Outcome, clipped, confirmed, ruled_out
 from eagle_trace_analysis.causes.parameters import not_loaded
-from eagle_trace_analysis.context import Context
-from eagle_trace_analysis.metrics import Metrics
+from eagle_trace_analysis.comparison.metrics import Metrics
+from eagle_trace_analysis.evidence.context import Context
 
 
 def check_nonfinite(context: Context) -> Outcome:

@@ -7,16 +7,11 @@ from collections.abc import Iterator
 import numpy as np
 
 from eagle_trace_analysis.causes.base import Cause, Hypothesis, Outcome, as_trained, counterfactual
-from eagle_trace_analysis.checkpoint import engine
-from eagle_trace_analysis.context import Context
-from eagle_trace_analysis.replay import Recomputed, Replay, Replayed
+from eagle_trace_analysis.engines.sglang import engine
+from eagle_trace_analysis.evidence.context import Context
+from eagle_trace_analysis.replay.replay import Recomputed, Replay, Replayed
 
 NORMS = ("embed_norm", "hidden_norm", "mlp.norm")
-_NAMES = {
-    "embed_norm": "input_layernorm",
-    "hidden_norm": "hidden_norm",
-    "mlp.norm": "post_attention_layernorm",
-}
 
 
 def _norm_sites(context: Context) -> list[str]:

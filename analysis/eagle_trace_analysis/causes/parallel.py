@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eagle_trace_analysis.causes.base import Cause, Hypothesis, Outcome, counterfactual, ruled_out
-from eagle_trace_analysis.context import Context
-from eagle_trace_analysis.replay import Replay, Replayed
+from eagle_trace_analysis.evidence.context import Context
+from eagle_trace_analysis.replay.replay import Replay, Replayed
 
 Real = NDArray[Any]
 RANKS = (2, 4, 8)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from eagle_trace.sites import site_of_parameter
 from eagle_trace_analysis.causes.base import Cause, Outcome, clipped, confirmed, not_tested, ruled_out
-from eagle_trace_analysis.checkpoint import engine
 from eagle_trace_analysis.checkpoint.quantised import modules
-from eagle_trace_analysis.context import Context
-from eagle_trace_analysis.params import same, site_of
+from eagle_trace_analysis.comparison.params import same
+from eagle_trace_analysis.engines.sglang import engine
+from eagle_trace_analysis.evidence.context import Context
 
 #: what causes of their own speak about
 ELSEWHERE = ("d2t", "t2d", "embed_tokens.weight", "input_norm.", "fc_norm.")
@@ -64,7 +65,7 @@ def dropped_for(context: Context, name: str) -> str | None:
 
 def shown(context: Context, names: list[str]) -> tuple[str, str] | None:
     """Of parameters that are not the trained ones, the first whose site differs, and that site."""
-    placed = [(site, name) for name in names if (site := site_of(name)) is not None]
+    placed = [(site, name) for name in names if (site := site_of_parameter(name)) is not None]
     order = {result.site: at for at, result in enumerate(context.diff.sites) if result.step == 0}
     for site, name in sorted(placed, key=lambda item: order.get(item[0], len(order))):
         if any(one.verdict == "faulty" for one in context.nodes([site])) or context.divergence(site) is not None:
@@ -110,7 +111,7 @@ def _check(context: Context, *, dropped: bool) -> Outcome:
 
 
 def _sites(names: list[str]) -> frozenset[str]:
-    return frozenset(site for name in names if (site := site_of(name)) is not None)
+    return frozenset(site for name in names if (site := site_of_parameter(name)) is not None)
 
 
 def _all_there(context: Context, lost: list[str], *, dropped: bool) -> str:

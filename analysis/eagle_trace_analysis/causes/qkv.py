@@ -17,9 +17,9 @@ from eagle_trace_analysis.causes.base import (
     not_tested,
     ruled_out,
 )
-from eagle_trace_analysis.context import Context
-from eagle_trace_analysis.places import match_channels, order_words
-from eagle_trace_analysis.replay import Recomputed, Replay
+from eagle_trace_analysis.evidence.context import Context
+from eagle_trace_analysis.replay.replay import Recomputed, Replay
+from eagle_trace_analysis.tensors.places import match_channels, order_words
 
 Real = NDArray[Any]
 ROWS = 64

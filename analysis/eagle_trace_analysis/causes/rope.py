@@ -18,9 +18,9 @@ from eagle_trace_analysis.causes.base import (
     not_tested,
     ruled_out,
 )
-from eagle_trace_analysis.context import Context
-from eagle_trace_analysis.metrics import relative_error
-from eagle_trace_analysis.replay import Recomputed, Replay, Replayed
+from eagle_trace_analysis.comparison.metrics import relative_error
+from eagle_trace_analysis.evidence.context import Context
+from eagle_trace_analysis.replay.replay import Recomputed, Replay, Replayed
 
 #: shares of a head that are rotated in published models
 SHARES = (1.0, 0.5, 0.25, 0.75)

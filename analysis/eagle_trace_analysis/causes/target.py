@@ -11,8 +11,8 @@ import numpy as np
 from eagle_trace_analysis.causes.base import RECORD_VALUES, Cause, Outcome, confirmed, not_tested, ruled_out
 from eagle_trace_analysis.causes.embedding import own_embedding
 from eagle_trace_analysis.checkpoint.files import DTYPE_NAMES, StoredTensor, as_float32
-from eagle_trace_analysis.context import Context
-from eagle_trace_analysis.tolerance import UNIT
+from eagle_trace_analysis.comparison.tolerance import UNIT
+from eagle_trace_analysis.evidence.context import Context
 
 #: tensors of the two folders that are compared, and rows of each
 TENSORS, ROWS = 2048, 8

@@ -6,9 +6,9 @@ import numpy as np
 
 from eagle_trace.reader import Trace
 from eagle_trace_analysis.causes.base import Cause, Outcome, confirmed, not_tested, ruled_out
-from eagle_trace_analysis.causes.misplaced import misplaced
-from eagle_trace_analysis.context import Context
-from eagle_trace_analysis.features import channel_error
+from eagle_trace_analysis.evidence.context import Context
+from eagle_trace_analysis.evidence.features import channel_error
+from eagle_trace_analysis.evidence.misplaced import misplaced
 
 
 def check_differ(context: Context) -> Outcome:

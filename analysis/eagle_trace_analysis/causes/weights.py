@@ -12,16 +12,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eagle_trace.capture import DTYPES
+from eagle_trace.sites import site_of_parameter
 from eagle_trace_analysis.causes.base import Cause, Outcome, clipped, confirmed, not_tested, ruled_out
 from eagle_trace_analysis.causes.parameters import not_loaded, shown
 from eagle_trace_analysis.checkpoint.files import DTYPE_NAMES
-from eagle_trace_analysis.context import Context
-from eagle_trace_analysis.kinds import Kind, kind_of
-from eagle_trace_analysis.loaded import Apart, cast, digest_as, digest_of
-from eagle_trace_analysis.params import site_of
-from eagle_trace_analysis.places import match_channels, order_words
-from eagle_trace_analysis.replay import Measured, Recomputed
-from eagle_trace_analysis.tolerance import UNIT
+from eagle_trace_analysis.comparison.tolerance import UNIT
+from eagle_trace_analysis.evidence.context import Context
+from eagle_trace_analysis.replay.replay import Measured, Recomputed
+from eagle_trace_analysis.tensors.kinds import Kind, kind_of
+from eagle_trace_analysis.tensors.loaded import Apart, cast, digest_as, digest_of
+from eagle_trace_analysis.tensors.places import match_channels, order_words
 
 Real = NDArray[Any]
 
@@ -52,8 +52,8 @@ def check_differ(context: Context) -> Outcome:
     lead = f"as loaded, {len(names)} of {len(common)} parameters {verb}"
     evidence = f"{lead}: {'; '.join(_grouped(kinds))}"
     evidence += f"; {seen[0]} differs" if seen else "; no site that uses them differs beyond rounding"
-    site = seen[0] if seen else next((at for name in names if (at := site_of(name))), "")
-    explained = frozenset(at for one in found if one.held is None and (at := site_of(one.name)))
+    site = seen[0] if seen else next((at for name in names if (at := site_of_parameter(name))), "")
+    explained = frozenset(at for one in found if one.held is None and (at := site_of_parameter(one.name)))
     held = {one.name: one.held for one in found if one.held is not None}
     changed = None
     if context.replay is not None and held:
@@ -76,7 +76,7 @@ def _elsewhere(context: Context, one: Apart) -> bool:
         return True  # it takes the target's head
     if one.name.startswith(("input_norm.", "fc_norm.")):
         return bool(context.outcomes["fc-norm-ignored"].verdict == "confirmed")
-    site = site_of(one.name)
+    site = site_of_parameter(one.name)
     for cause in NARROWER:
         outcome = context.outcomes.get(cause)
         if outcome is None or outcome.verdict != "confirmed":
@@ -211,7 +211,7 @@ def _variants(whole: Real, parts: int) -> Iterator[tuple[str, str, Real]]:
 
 def _by_replay(context: Context, one: Apart) -> Kind | None:
     """By the outputs that the server recorded, channel by channel, against those the trained tensor makes."""
-    site = site_of(one.name)
+    site = site_of_parameter(one.name)
     found = context.replay.recompute(site, 0) if context.replay is not None and site else None
     if not isinstance(found, Recomputed) or context.replay is None or not site:
         return None
@@ -222,7 +222,8 @@ def _by_replay(context: Context, one: Apart) -> Kind | None:
     with np.errstate(divide="ignore", invalid="ignore"):
         slope = (x * y).sum(axis=0) / (x * x).sum(axis=0)
         left = np.sqrt(((y - slope * x) ** 2).sum(axis=0) / (y * y).sum(axis=0))
-    if np.isfinite(slope).all() and np.nanmedian(left) <= allowed:
+    # of outputs that are all zero nothing is left to compare
+    if np.isfinite(slope).all() and np.isfinite(left).any() and np.nanmedian(left) <= allowed:
         common = float(np.median(slope))
         odd = np.flatnonzero(np.abs(slope - common) > 2 * allowed * abs(common))
         if not len(odd) and abs(common - 1) > allowed:

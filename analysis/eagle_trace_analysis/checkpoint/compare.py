@@ -7,9 +7,9 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from eagle_trace_analysis.checkpoint import engine
 from eagle_trace_analysis.checkpoint.files import DTYPES, PIECE_BYTES, Checkpoint, StoredTensor, as_float32
 from eagle_trace_analysis.checkpoint.finding import Finding, TensorChange, passed, warned
+from eagle_trace_analysis.engines.sglang import engine
 
 NAME = "reference"
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from eagle_trace_analysis.checkpoint import accepts, engine
 from eagle_trace_analysis.checkpoint.files import as_float32
 from eagle_trace_analysis.checkpoint.finding import Finding, failed, passed, skipped, warned
-from eagle_trace_analysis.checkpoint.refusal import Refusal, shown
 from eagle_trace_analysis.checkpoint.subject import Subject
+from eagle_trace_analysis.engines.refusal import Refusal, shown
+from eagle_trace_analysis.engines.sglang import accepts, engine
 
 
 def check_format(subject: Subject) -> Finding:

@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from eagle_trace_analysis.checkpoint import engine
 from eagle_trace_analysis.checkpoint.files import DTYPES, StoredTensor
 from eagle_trace_analysis.checkpoint.finding import Finding, failed, passed, skipped, warned
 from eagle_trace_analysis.checkpoint.subject import Subject
+from eagle_trace_analysis.engines.sglang import engine
 
 NAME = "d2t"
 REPAIR = "d2t = target_ids - torch.arange(len(target_ids))"

@@ -23,8 +23,11 @@ from safetensors.numpy import save_file
 
 from eagle_trace.checkpoints import read_config, text_config
 from eagle_trace.errors import CheckpointError, OutputExistsError
-from eagle_trace_analysis.checkpoint.accepts import config_class, fits, refusals
-from eagle_trace_analysis.checkpoint.engine import (
+from eagle_trace_analysis.checkpoint.files import INDEX, Checkpoint, StoredTensor, open_checkpoint, stored_dtype
+from eagle_trace_analysis.checkpoint.kinds import refuse_other_types
+from eagle_trace_analysis.engines.refusal import shown
+from eagle_trace_analysis.engines.sglang.accepts import config_class, fits, refusals
+from eagle_trace_analysis.engines.sglang.engine import (
     ARCHITECTURE,
     canonical_name,
     copied_from_serving,
@@ -32,9 +35,6 @@ from eagle_trace_analysis.checkpoint.engine import (
     entering_norm,
     ids_that_capture,
 )
-from eagle_trace_analysis.checkpoint.files import INDEX, Checkpoint, StoredTensor, open_checkpoint, stored_dtype
-from eagle_trace_analysis.checkpoint.kinds import refuse_other_types
-from eagle_trace_analysis.checkpoint.refusal import shown
 
 #: where `export` puts the tensors that SGLang wants under a second name
 SECOND_NAMES = "hidden-norms.safetensors"

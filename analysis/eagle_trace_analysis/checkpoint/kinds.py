@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from eagle_trace.errors import CheckpointError
-from eagle_trace_analysis.checkpoint import engine
 from eagle_trace_analysis.checkpoint.files import StoredTensor
+from eagle_trace_analysis.engines.sglang import engine
 
 Tensors = Mapping[str, StoredTensor]
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from eagle_trace_analysis.checkpoint import engine
 from eagle_trace_analysis.checkpoint.finding import Finding, failed, passed, skipped, warned
 from eagle_trace_analysis.checkpoint.subject import Subject
 from eagle_trace_analysis.checkpoint.width import feeds_one
+from eagle_trace_analysis.engines.sglang import engine
 
 SINGLE = "single-layer-features"
 SHIFTED, DEFAULTED = "layer-ids-shifted", "layer-ids-default"

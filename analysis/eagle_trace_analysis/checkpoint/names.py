@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from difflib import SequenceMatcher
 
-from eagle_trace_analysis.checkpoint import engine
 from eagle_trace_analysis.checkpoint.finding import Finding, failed, listed, passed, skipped, warned
 from eagle_trace_analysis.checkpoint.quantised import PACKED, is_packed, spoken_for
 from eagle_trace_analysis.checkpoint.subject import Subject
 from eagle_trace_analysis.checkpoint.width import feeds_one
+from eagle_trace_analysis.engines.sglang import engine
 
 #: names another check speaks about, so that one fault is one finding
 ELSEWHERE = ("fc_norm.", "input_norm.", "q_norm", "k_norm", ".bias")

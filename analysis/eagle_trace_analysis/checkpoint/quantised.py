@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from eagle_trace_analysis.checkpoint import engine
 from eagle_trace_analysis.checkpoint.files import StoredTensor
 from eagle_trace_analysis.checkpoint.finding import Finding, failed, listed, passed, skipped
 from eagle_trace_analysis.checkpoint.schemes import PLACES, Scheme, parts_of, read_quantisation, refused, scheme_of
 from eagle_trace_analysis.checkpoint.subject import Subject
+from eagle_trace_analysis.engines.sglang import engine
 
 #: endings of what stands in for a matrix, and of what goes with it
 PACKED = ("weight_packed", "qweight")

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from eagle_trace.errors import CheckpointError
-from eagle_trace_analysis.checkpoint import engine
 from eagle_trace_analysis.checkpoint.export import QUANTISATION_FILE
+from eagle_trace_analysis.engines.sglang import engine
 
 #: every method the engine knows on a CUDA GPU, and the names it overrides on the way
 METHODS = frozenset({

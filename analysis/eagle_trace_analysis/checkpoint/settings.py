@@ -6,13 +6,13 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from eagle_trace_analysis.checkpoint import accepts, engine
 from eagle_trace_analysis.checkpoint.files import DTYPE_NAMES, StoredTensor, stored_dtype
 from eagle_trace_analysis.checkpoint.finding import Finding, failed, passed, skipped, warned
 from eagle_trace_analysis.checkpoint.quantised import is_packed, spoken_for
 from eagle_trace_analysis.checkpoint.scan import Scan
 from eagle_trace_analysis.checkpoint.subject import Subject
 from eagle_trace_analysis.checkpoint.weights import same_rows
+from eagle_trace_analysis.engines.sglang import accepts, engine
 
 ASK = "the training config is not known: give --reference, the speculators folder it came from"
 LARGEST_FLOAT16 = 65504.0

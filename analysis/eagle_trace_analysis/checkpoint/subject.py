@@ -10,9 +10,6 @@ from typing import Any
 
 from eagle_trace.checkpoints import read_config, text_config
 from eagle_trace.errors import CheckpointError
-from eagle_trace_analysis.checkpoint import engine
-from eagle_trace_analysis.checkpoint.accepts import SIZES, refusals, repaired, target_refusals
-from eagle_trace_analysis.checkpoint.accepts import config_class as accepts_class
 from eagle_trace_analysis.checkpoint.export import aux_layer_ids, second_names, sglang_config
 from eagle_trace_analysis.checkpoint.files import (
     Checkpoint,
@@ -22,8 +19,11 @@ from eagle_trace_analysis.checkpoint.files import (
     stored_dtype,
 )
 from eagle_trace_analysis.checkpoint.kinds import Kind, recognise, refuse_other_types
-from eagle_trace_analysis.checkpoint.refusal import Refusal
-from eagle_trace_analysis.checkpoint.target_classes import target_class
+from eagle_trace_analysis.engines.refusal import Refusal
+from eagle_trace_analysis.engines.sglang import engine
+from eagle_trace_analysis.engines.sglang.accepts import SIZES, refusals, repaired, target_refusals
+from eagle_trace_analysis.engines.sglang.accepts import config_class as accepts_class
+from eagle_trace_analysis.engines.sglang.target_classes import target_class
 
 #: sizes of a target's layers that no check reads
 UNREAD = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from eagle_trace_analysis.checkpoint import engine
 from eagle_trace_analysis.checkpoint.finding import Finding, failed, passed, skipped
 from eagle_trace_analysis.checkpoint.subject import Subject
-from eagle_trace_analysis.checkpoint.target_classes import NO_CAPTURE, SERVES, SINCE, why_it_cannot_serve
+from eagle_trace_analysis.engines.sglang import engine
+from eagle_trace_analysis.engines.sglang.target_classes import NO_CAPTURE, SERVES, SINCE, why_it_cannot_serve
 
 SINGLE = "single-layer-features"
 

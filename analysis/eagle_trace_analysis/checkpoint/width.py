@@ -6,10 +6,10 @@ feature as wide as the draft has no fc, and one that was trained with fc is comp
 
 from __future__ import annotations
 
-from eagle_trace_analysis.checkpoint import engine
 from eagle_trace_analysis.checkpoint.files import as_float32
 from eagle_trace_analysis.checkpoint.finding import Finding, failed, passed, skipped
 from eagle_trace_analysis.checkpoint.subject import Subject
+from eagle_trace_analysis.engines.sglang import engine
 
 SINGLE = "single-layer-features"
 

@@ -6,9 +6,9 @@ from typing import Any
 
 from eagle_trace.errors import TraceError
 from eagle_trace.reader import Trace, open_trace
+from eagle_trace_analysis.comparison.result import Diff
+from eagle_trace_analysis.pairing.tokens import prompt_names
 from eagle_trace_analysis.plots import style
-from eagle_trace_analysis.result import Diff
-from eagle_trace_analysis.tokens import prompt_names
 
 
 def accept_length(diff: Diff, *, serve: Trace | None = None) -> Any:

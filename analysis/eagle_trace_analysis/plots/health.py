@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 
 from eagle_trace.capture import Statistics
 from eagle_trace.reader import Trace, read_keys, read_statistics
-from eagle_trace_analysis.params import same
+from eagle_trace_analysis.comparison.params import same
+from eagle_trace_analysis.comparison.result import Diff
+from eagle_trace_analysis.comparison.rowwise import open_traces
 from eagle_trace_analysis.plots import style
-from eagle_trace_analysis.result import Diff
-from eagle_trace_analysis.rowwise import open_traces
 
 Float64 = NDArray[np.float64]
 

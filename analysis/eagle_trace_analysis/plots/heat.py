@@ -10,11 +10,11 @@ from numpy.typing import NDArray
 
 from eagle_trace.capture import Rows
 from eagle_trace.reader import Trace
-from eagle_trace_analysis.metrics import ratio
+from eagle_trace_analysis.comparison.metrics import ratio
+from eagle_trace_analysis.comparison.result import Diff, SiteResult
+from eagle_trace_analysis.comparison.rowwise import RowFigures, SiteRows
+from eagle_trace_analysis.pairing.tokens import TokenNames, prompt_names
 from eagle_trace_analysis.plots import style
-from eagle_trace_analysis.result import Diff, SiteResult
-from eagle_trace_analysis.rowwise import RowFigures, SiteRows
-from eagle_trace_analysis.tokens import TokenNames, prompt_names
 
 Float64 = NDArray[np.float64]
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from eagle_trace.sites import draft_sites
-from eagle_trace_analysis.metrics import IdMetrics, Metrics
+from eagle_trace.sites import known_site
+from eagle_trace_analysis.comparison.metrics import IdMetrics, Metrics
+from eagle_trace_analysis.comparison.result import Diff, SiteResult
 from eagle_trace_analysis.plots import style
-from eagle_trace_analysis.result import Diff, SiteResult
 
 _STATISTICS = {
     "rho_max": "largest relative error of a row",
@@ -188,9 +188,8 @@ def _beside(result: SiteResult) -> str:
 
 def _hover(result: SiteResult, value: float | None) -> str:
     lines = [f"<b>{style.text(result.site)}</b>, step {result.step}: {result.verdict}"]
-    meaning = {site.name: site.meaning for site in draft_sites(8, 1)}.get(result.site)
-    if meaning:
-        lines.append(f"<i>{style.text(meaning)}</i>")
+    if (site := known_site(result.site)) is not None:
+        lines.append(f"<i>{style.text(site.meaning)}</i>")
     metrics = result.metrics
     if isinstance(metrics, IdMetrics):
         lines.append(f"{metrics.differing} of {metrics.rows} rows differ")

@@ -9,10 +9,10 @@ from numpy.typing import NDArray
 
 from eagle_trace.capture import Rows
 from eagle_trace.reader import Trace
+from eagle_trace_analysis.comparison.result import Diff
+from eagle_trace_analysis.comparison.rowwise import BestTokens, RowFigures
+from eagle_trace_analysis.pairing.tokens import TokenNames, prompt_names
 from eagle_trace_analysis.plots import style
-from eagle_trace_analysis.result import Diff
-from eagle_trace_analysis.rowwise import BestTokens, RowFigures
-from eagle_trace_analysis.tokens import TokenNames, prompt_names
 
 Float64 = NDArray[np.float64]
 

@@ -9,10 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eagle_trace.reader import Trace
-from eagle_trace_analysis.metrics import Metrics
+from eagle_trace_analysis.comparison.metrics import Metrics
+from eagle_trace_analysis.comparison.result import Diff, SiteResult
+from eagle_trace_analysis.comparison.rowwise import RowFigures
 from eagle_trace_analysis.plots import style
-from eagle_trace_analysis.result import Diff, SiteResult
-from eagle_trace_analysis.rowwise import RowFigures
 
 Float64 = NDArray[np.float64]
 

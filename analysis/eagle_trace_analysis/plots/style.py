@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from eagle_trace.errors import UsageError
 from eagle_trace.printable import printable
 from eagle_trace.sites import draft_sites
-from eagle_trace_analysis.frontier import shape_order
-from eagle_trace_analysis.roles import Roles
+from eagle_trace_analysis.comparison.frontier import shape_order
+from eagle_trace_analysis.pairing.roles import Roles
 
 #: Okabe and Ito's palette
 BLUE, ORANGE, GREEN, RED, PURPLE, SKY, YELLOW = (

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from eagle_trace_analysis.result import Diff
+from eagle_trace_analysis.comparison.result import Diff
 
 if TYPE_CHECKING:
-    from eagle_trace_analysis.diagnose import Diagnosis
+    from eagle_trace_analysis.diagnosis.diagnose import Diagnosis
 
 CONFIRMED, RULED_OUT, NOT_TESTED = "confirmed", "ruled out", "not tested"
 ORDER = (CONFIRMED, RULED_OUT, NOT_TESTED)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from rich.console import Console
 from rich.padding import Padding
@@ -34,6 +34,23 @@ def render_text(result: CheckResult, console: Console) -> None:
             console.print(Padding(Text(f"{change.change:8} {change.name}: {change.evidence}"), (0, 0, 0, 2)))
     console.print()
     console.print(Text(summary(result)))
+
+
+def render_brief(result: CheckResult, console: Console) -> None:
+    """What failed or warned with its fix, and the counts; the counts alone of a draft with which all is well."""
+    for finding in _ordered(result):
+        if finding.status in (Status.FAIL, Status.WARN):
+            _print_finding(finding, console)
+    console.print(Text(f"check: {summary(result)}", style="bold red" if result.exit_status else ""))
+
+
+def render_stop(found: Sequence[Finding], console: Console) -> None:
+    """Why nothing was started: the failed checks (one at least) that no server gets over, each with its fix."""
+    first = found[0]
+    console.print(Text(f"not run: the check {first.name} failed, and no server gets over that", style="bold red"))
+    for finding in found:
+        _print_finding(finding, console)
+    console.print(Text("next: ", style="bold") + Text("mend it and run this again"), soft_wrap=True)
 
 
 def summary(result: CheckResult) -> str:

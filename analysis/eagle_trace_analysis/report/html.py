@@ -14,10 +14,10 @@ from eagle_trace import __version__
 from eagle_trace.errors import EagleTraceError, UsageError
 from eagle_trace.reader import Trace
 from eagle_trace_analysis import plots
+from eagle_trace_analysis.comparison.result import Diff
+from eagle_trace_analysis.comparison.rowwise import open_traces
 from eagle_trace_analysis.plots import style
 from eagle_trace_analysis.report import sections
-from eagle_trace_analysis.result import Diff
-from eagle_trace_analysis.rowwise import open_traces
 
 NEEDS_PLOTLY = "the HTML report needs plotly: pip install 'eagle-trace[notebook]'"
 

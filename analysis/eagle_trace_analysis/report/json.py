@@ -9,9 +9,9 @@ from dataclasses import asdict
 from typing import Any
 
 from eagle_trace.printable import json_text
-from eagle_trace_analysis.pairs import Coverage
-from eagle_trace_analysis.replay import Measured, Replayed
-from eagle_trace_analysis.result import AcceptLength, Diff, Divergence, SiteResult
+from eagle_trace_analysis.comparison.result import AcceptLength, Diff, Divergence, SiteResult
+from eagle_trace_analysis.pairing.pairs import Coverage
+from eagle_trace_analysis.replay.replay import Measured, Replayed
 
 FORMAT_VERSION = 2
 

@@ -8,8 +8,8 @@ from eagle_trace_analysis.report import sections
 from eagle_trace_analysis.report.causes import CONFIRMED, NOT_TESTED, RULED_OUT, CauseView, causes_of, views
 
 if TYPE_CHECKING:
-    from eagle_trace_analysis.diagnose import Diagnosis
-    from eagle_trace_analysis.result import Diff
+    from eagle_trace_analysis.comparison.result import Diff
+    from eagle_trace_analysis.diagnosis.diagnose import Diagnosis
 
 _COLORS = {
     "agree": "#00785a",

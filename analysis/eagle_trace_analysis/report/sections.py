@@ -7,12 +7,12 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from eagle_trace.printable import html_text
-from eagle_trace.sites import draft_sites
-from eagle_trace_analysis.metrics import IdMetrics, Metrics
-from eagle_trace_analysis.pairs import Coverage, skipped_because
+from eagle_trace.sites import known_site
+from eagle_trace_analysis.comparison.metrics import IdMetrics, Metrics
+from eagle_trace_analysis.comparison.result import Diff, Divergence, SiteResult
+from eagle_trace_analysis.pairing.pairs import Coverage, skipped_because
+from eagle_trace_analysis.pairing.roles import Roles
 from eagle_trace_analysis.report.causes import CONFIRMED, NOT_TESTED, RULED_OUT, CauseView, causes_of, unexplained
-from eagle_trace_analysis.result import Diff, Divergence, SiteResult
-from eagle_trace_analysis.roles import Roles
 
 #: what every word from outside goes through
 e = html_text
@@ -57,9 +57,9 @@ def lead(diff: Diff) -> str:
             f"All {compared} sites and steps are equal within rounding: "
             "what the server computes is what training computed."
         )
-    meaning = {site.name: site.meaning for site in draft_sites(64, 8)}.get(first.site, "")
+    site = known_site(first.site)
     behind = sum(result.verdict == "diverged" and not result.frontier for result in diff.sites)
-    words = f"{first.site}: {meaning}. " if meaning else ""
+    words = f"{first.site}: {site.meaning}. " if site is not None else ""
     words += _sentence(first.why)
     # a shape comes first even where tokens differ too, which is then a divergence of its own
     if first.kind not in ("shape", "presence") or len(diff.frontier) == 1:

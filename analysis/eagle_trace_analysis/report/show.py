@@ -14,7 +14,7 @@ from eagle_trace.capture import Rows
 from eagle_trace.errors import UsageError
 from eagle_trace.printable import json_text
 from eagle_trace.reader import SketchReader, Trace, ValueReader, read_keys, read_statistics
-from eagle_trace_analysis.tokens import TokenNames
+from eagle_trace_analysis.pairing.tokens import TokenNames
 
 FORMAT_VERSION = 1
 _PROMPTS = 8

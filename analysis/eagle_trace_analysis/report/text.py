@@ -14,70 +14,135 @@ from rich.text import Text
 
 from eagle_trace.printable import printable
 from eagle_trace.terminal import PlainConsole
-from eagle_trace_analysis.diagnose import Diagnosis
-from eagle_trace_analysis.metrics import IdMetrics, Metrics
-from eagle_trace_analysis.pairs import Coverage, skipped_because
+from eagle_trace_analysis.comparison.metrics import IdMetrics, Metrics
+from eagle_trace_analysis.comparison.result import AcceptLength, Diff, Divergence, SiteResult
+from eagle_trace_analysis.diagnosis.diagnose import Diagnosis
+from eagle_trace_analysis.pairing.pairs import Coverage, skipped_because
+from eagle_trace_analysis.pairing.roles import Roles
+from eagle_trace_analysis.report.ending import STYLE, ending, holds_all
 from eagle_trace_analysis.report.verdicts import print_confirmed, print_rest, replay_lines
-from eagle_trace_analysis.result import AcceptLength, Diff, Divergence, SiteResult
-from eagle_trace_analysis.roles import Roles
 
 WIDTH = 80
-_STYLE = {"agree": "bold green", "diverged": "bold red", "incomparable": "bold yellow", "not compared": "dim"}
+#: rows of the table of sites where not everything was asked for
+SHORT = 6
+#: notes that change nothing for whoever reads the verdict
+_QUIET = ("no-checksums", "sketch", "parameters-form")
+_STYLE = STYLE | {"not compared": "dim"}
 
 
-def render(diff: Diff, *, width: int = WIDTH, color: bool = False, sites: str = "diverged") -> str:
+def render(
+    diff: Diff,
+    *,
+    width: int = WIDTH,
+    color: bool = False,
+    sites: str = "diverged",
+    verbose: bool = True,
+    next_command: str = "",
+) -> str:
     """The report as text of at most `width` columns; without `color` it is plain.
 
-    `sites` says what the table lists: ``diverged`` sites, or ``all``.
+    `sites` says what the table lists: ``diverged`` sites, or ``all``. Not `verbose`, it holds what a reader acts upon.
     """
     stream = io.StringIO()
     console = PlainConsole(
         file=stream, width=width, force_terminal=color, no_color=not color,
         color_system="standard" if color else None, legacy_windows=False,
     )  # fmt: skip
-    print_diff(diff, console, sites=sites)
+    print_diff(diff, console, sites=sites, verbose=verbose, next_command=next_command)
     return "\n".join(line.rstrip() for line in stream.getvalue().splitlines()) + "\n"
 
 
-def print_diff(diff: Diff, console: Console | None = None, *, sites: str = "diverged") -> None:
+def print_diff(
+    diff: Diff,
+    console: Console | None = None,
+    *,
+    sites: str = "diverged",
+    verbose: bool = True,
+    next_command: str = "",
+) -> None:
     """Print the report, to standard output unless another console is given; plain and 80 columns wide if it
-    is no terminal.
+    is no terminal. It ends with the verdict, the cause, its fix and `next_command` (`report.ending`).
     """
-    if console is None:
-        if not sys.stdout.isatty():
-            encoding = sys.stdout.encoding or "utf-8"
-            text = render(diff, sites=sites)
-            # a pipe may be plain ASCII: what it cannot hold is spelled out rather than an error
-            sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))
-            return
-        console = PlainConsole()
-    roles = diff.roles
-    answer = [_printable(_said(roles, line)) for line in _answer(diff, console.width)]
-    for line in answer:
-        console.print(_fit(line, console.width), no_wrap=True, soft_wrap=True)
-    if diff.diagnosis is not None:
-        print_confirmed(diff.diagnosis, console)
+    if console is None and (console := _terminal()) is None:
+        _to_pipe(render(diff, sites=sites, verbose=verbose, next_command=next_command))
+        return
+    answer, last = _ending(diff, console, next_command)
     cut = [line.plain for line in answer if line.cell_len > console.width]
-    for title, lines in (
-        ("why", _unique([*cut, *_why(diff)])),
-        ("parts here too, independently", [f"{_where(one)}: {one.why}" for one in diff.frontier[1:]]),
-        ("behind it", _behind(diff)),
+    _print_before(diff, console, cut, sites=sites, verbose=verbose)
+    if diff.diagnosis is not None and (verbose or not holds_all(diff, last)):
+        print_confirmed(diff.diagnosis, console)
+    _print_lines(last, console)
+
+
+def print_ending(diff: Diff, console: Console | None = None, *, next_command: str = "") -> None:
+    """Print the ending of the report alone, where the whole of it was written elsewhere."""
+    if console is None and (console := _terminal()) is None:
+        stream = io.StringIO()
+        _print_lines(_ending(diff, plain := PlainConsole(file=stream, width=WIDTH), next_command)[1], plain)
+        _to_pipe(stream.getvalue())
+        return
+    _print_lines(_ending(diff, console, next_command)[1], console)
+
+
+def _terminal() -> Console | None:
+    """A console for standard output if that is a terminal."""
+    return PlainConsole() if sys.stdout.isatty() else None
+
+
+def _to_pipe(text: str) -> None:
+    # a pipe may be plain ASCII: what it cannot hold is spelled out rather than an error
+    encoding = sys.stdout.encoding or "utf-8"
+    sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))
+
+
+def _ending(diff: Diff, console: Console, next_command: str) -> tuple[list[Text], list[Text]]:
+    """The answer in full, and the ending that holds what of it fits."""
+    answer = [_printable(_said(diff.roles, line)) for line in _answer(diff, console.width)]
+    return answer, ending(diff, [_fit(line, console.width) for line in answer], console, next_command)
+
+
+def _print_lines(lines: Iterable[Text], console: Console) -> None:
+    for line in lines:
+        console.print(line, no_wrap=True, soft_wrap=True)
+
+
+def _print_before(diff: Diff, console: Console, cut: list[str], *, sites: str, verbose: bool) -> None:
+    """All that stands before the ending, what matters most last."""
+    roles = diff.roles
+    if any(result.metrics or result.divergence for result in diff.sites):
+        _print_sites(console, diff, sites, most=None if verbose or sites == "all" else SHORT)
+    whole = (
+        ("tolerance", [diff.tolerance]),
         ("not compared", _not_compared(diff)),
         ("rows", _rows(diff.coverage, roles)),
         ("benign", [f"{note.name}: {note.text}" for note in diff.benign]),
-        ("notes", [f"{note.name}: {note.text}" for note in diff.notes]),
         ("accept length", _accept_length(diff.accept_length)),
-        ("tolerance", [diff.tolerance]),
+    )
+    short = (
         ("traces", _traces(diff)),
-    ):
+        ("notes", [f"{note.name}: {note.text}" for note in diff.notes if verbose or note.name not in _QUIET]),
+        ("behind it", _behind(diff) if verbose else []),
+        ("parts here too, independently", [f"{_where(one)}: {one.why}" for one in diff.frontier[1:]]),
+        ("why", _unique([*cut, *([] if _said_already(diff) and not verbose else _why(diff))])),
+    )
+    if verbose:
+        _sections(console, whole, roles)
+        if diff.diagnosis is not None:
+            print_rest(diff.diagnosis, console, whole=diff.verdict == "diverged", roles=roles)
+            if diff.verdict == "agree":
+                _sections(console, (("every step by itself", _by_itself(diff, diff.diagnosis)),), roles)
+    _sections(console, short, roles)
+
+
+def _said_already(diff: Diff) -> bool:
+    """Whether the reason of the first divergence says what the ending says: two shapes, or that nothing compares."""
+    first = diff.first_divergence
+    return diff.incomparable is not None or (first is not None and first.kind == "shape")
+
+
+def _sections(console: Console, sections: Iterable[tuple[str, list[str]]], roles: Roles) -> None:
+    for title, lines in sections:
         _section(console, title, [roles.say(line) for line in lines])
-    if diff.diagnosis is not None:
-        print_rest(diff.diagnosis, console, whole=diff.verdict == "diverged", roles=roles)
-        if diff.verdict == "agree":
-            lines = _by_itself(diff, diff.diagnosis)
-            _section(console, "every step by itself", [roles.say(line) for line in lines])
-    if any(result.metrics for result in diff.sites):
-        _print_sites(console, diff, sites)
 
 
 def _by_itself(diff: Diff, diagnosis: Diagnosis) -> list[str]:
@@ -96,16 +161,20 @@ def _by_itself(diff: Diff, diagnosis: Diagnosis) -> list[str]:
     return lines
 
 
-def _print_sites(console: Console, diff: Diff, sites: str) -> None:
-    """The table of sites, and what it leaves out."""
+def _print_sites(console: Console, diff: Diff, sites: str, most: int | None) -> None:
+    """The table of sites, of at most `most` rows, and what it leaves out."""
     chosen = _chosen(diff)
     listed = [result for result in chosen if sites == "all" or result.verdict == "diverged"]
-    console.print()
-    if listed:
-        console.print(_table(listed))
+    shown = listed[:most]
+    if shown:
+        console.print(_table(shown))
+    if len(shown) < len(listed):
+        text = f"and {len(listed) - len(shown)} more sites that diverged; --verbose lists them"
+        console.print(Text(text, style="dim"))
     if left := [result.verdict for result in chosen if result not in listed]:
         counts = [f"{left.count(verdict)} {verdict}" for verdict in ("agree", "not compared") if verdict in left]
         console.print(Text(f"sites: {' and '.join(counts)} at every step; --sites all lists them", style="dim"))
+    console.print()
 
 
 def _answer(diff: Diff, width: int) -> list[Text]:
@@ -271,10 +340,10 @@ def _accept_length(accept: AcceptLength) -> list[str]:
 def _section(console: Console, title: str, lines: list[str]) -> None:
     if not lines:
         return
-    console.print()
     console.print(Text(title, style="bold"))
     for line in lines:
         console.print(Padding(_printable(Text(line)), (0, 0, 0, 2)))
+    console.print()
 
 
 def _chosen(diff: Diff) -> list[SiteResult]:

@@ -8,9 +8,9 @@ from rich.console import Console
 from rich.text import Text
 
 from eagle_trace.printable import printable
-from eagle_trace_analysis.diagnose import CauseVerdict, Diagnosis
-from eagle_trace_analysis.replay import Replayed
-from eagle_trace_analysis.roles import Roles
+from eagle_trace_analysis.diagnosis.diagnose import CauseVerdict, Diagnosis
+from eagle_trace_analysis.pairing.roles import Roles
+from eagle_trace_analysis.replay.replay import Replayed
 
 INDENT, NAME_WIDTH = 2, 24
 
@@ -18,43 +18,43 @@ INDENT, NAME_WIDTH = 2, 24
 def print_confirmed(diagnosis: Diagnosis, console: Console) -> None:
     """The causes that are proved, first in the forward first, and what none of them explains."""
     for number, one in enumerate(diagnosis.confirmed, start=1):
-        console.print()
         title = f"cause {number}: " if len(diagnosis.confirmed) > 1 else "cause: "
         console.print(Text(f"{title}{one.cause}", style="bold red"))
         _wrapped(console, one.evidence)
         _wrapped(console, f"fix: {one.fix}", style="bold")
-    if diagnosis.unexplained:
         console.print()
+    if diagnosis.unexplained:
         title = "not explained by it" if diagnosis.confirmed else "no known cause explains it"
         console.print(Text(title, style="bold"))
         for line in diagnosis.unexplained:
             _wrapped(console, line)
+        console.print()
 
 
 def print_rest(diagnosis: Diagnosis, console: Console, *, whole: bool, roles: Roles | None = None) -> None:
     """What was ruled out and what was not tested; the counts alone unless `whole`."""
     out, left = diagnosis.of("ruled_out"), diagnosis.of("not_tested")
     if not whole:
-        console.print()
         text = f"causes: {len(diagnosis.confirmed)} confirmed, {len(out)} ruled out, {len(left)} not tested"
         console.print(Text(text, style="bold"))
+        console.print()
         return
     if out:
-        console.print()
         console.print(Text(f"ruled out ({len(out)})", style="bold"))
         for one in out:
             _row(console, one.cause, one.evidence)
-    if left:
         console.print()
+    if left:
         console.print(Text(f"not tested ({len(left)})", style="bold"))
         for one in left:
             _row(console, one.cause, _untested(one))
+        console.print()
     lines = list(replay_lines(diagnosis.replay))
     if lines:
-        console.print()
         console.print(Text("every step by itself", style="bold"))
-    for line in lines:
-        _wrapped(console, roles.say(line) if roles is not None else line)
+        for line in lines:
+            _wrapped(console, roles.say(line) if roles is not None else line)
+        console.print()
 
 
 def _untested(one: CauseVerdict) -> str:

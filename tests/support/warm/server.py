@@ -147,6 +147,7 @@ def _become(job: dict[str, Any], streams: list[int], selector: selectors.BaseSel
         os.environ.clear()
         os.environ.update(job["environment"])
         os.chdir(job["folder"])
+        _fill_memory()
         _take_path()
         # SGLang's own processes are forked as well, and load its plugins as spawned ones do
         multiprocessing.set_start_method("fork", force=True)
@@ -171,6 +172,14 @@ def _become(job: dict[str, Any], streams: list[int], selector: selectors.BaseSel
         sys.stderr.flush()
     finally:
         os._exit(code)
+
+
+def _fill_memory() -> None:
+    """glibc reads ``MALLOC_PERTURB_`` when a program starts: tell it again."""
+    if filling := os.environ.get("MALLOC_PERTURB_"):
+        import ctypes
+
+        ctypes.CDLL(None).mallopt(-6, int(filling))  # M_PERTURB
 
 
 def _take_path() -> None:

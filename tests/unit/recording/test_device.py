@@ -19,9 +19,9 @@ from eagle_trace.recording.best import best_ids, best_on_device
 from eagle_trace.recording.stage import Stage
 from eagle_trace.selection import Selection
 from eagle_trace.writer import TraceWriter, prepare_output
-from eagle_trace_sglang.admission import Admission
-from eagle_trace_sglang.orders import Order
-from eagle_trace_sglang.recording import Recording
+from eagle_trace_serving.admission import Admission
+from eagle_trace_serving.orders import Order
+from eagle_trace_serving.recording import Recording
 from tests.support.stand_in import Device, moved
 
 WIDTH, VOCABULARY, TOPK, NODES = 4, 24, 2, 3

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from eagle_trace.recording.names import canonical_name, fills
-from eagle_trace_analysis.checkpoint import engine
+from eagle_trace_analysis.engines.sglang import engine
 
 LAYER = "layers.0.self_attn"
 TABLE = {

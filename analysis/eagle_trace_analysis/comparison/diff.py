@@ -1,0 +1,457 @@
+"""Diff: numbers for every site, and the first place where two traces part."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eagle_trace.capture import LEVELS
+from eagle_trace.errors import IncomparableError
+from eagle_trace.reader import Trace
+from eagle_trace.sites import TOPK_SITES, Site, sites_of
+from eagle_trace_analysis.comparison.acceptance import accept_length, contradiction
+from eagle_trace_analysis.comparison.checks import (
+    Shapes,
+    check_parameters,
+    check_positions,
+    check_shapes,
+    check_tokens,
+    row_key,
+    shapes_of,
+)
+from eagle_trace_analysis.comparison.compare import (
+    Compared,
+    SiteFold,
+    ValuesFold,
+    WholeSite,
+    compare_statistics,
+    row_facts,
+)
+from eagle_trace_analysis.comparison.fold import Executor, Threads, fold
+from eagle_trace_analysis.comparison.frontier import find_frontier, shape_order
+from eagle_trace_analysis.comparison.metrics import ANY_NUMBERS, IdMetrics, Metrics
+from eagle_trace_analysis.comparison.params import differing, other_form
+from eagle_trace_analysis.comparison.prediction import predict
+from eagle_trace_analysis.comparison.result import Diff, Divergence, Note, SiteResult
+from eagle_trace_analysis.comparison.sketch import WORDS, compare_sketches, has_sketch, widened
+from eagle_trace_analysis.comparison.tolerance import Tolerance, Tolerances
+from eagle_trace_analysis.comparison.topk import check_topk
+from eagle_trace_analysis.pairing.align import Alignment, align, not_materialised
+from eagle_trace_analysis.pairing.pairs import Coverage, Pairs, skipped_because
+from eagle_trace_analysis.pairing.ranks import check_ranks
+from eagle_trace_analysis.pairing.roles import Roles, in_order
+
+Results = dict[tuple[str, int], SiteResult]
+
+#: agreement must speak for at least half of what the server computed; a divergence needs no quorum
+MINIMUM_SHARE = 0.5
+_LISTED = 6
+_STATISTIC = {
+    "rho_median": "median row error",
+    "rho_max": "largest row error",
+    "channel_median": "median channel error",
+    "scale_median": "median scale of rows",
+}
+
+
+@ANY_NUMBERS
+def diff(
+    reference: Trace,
+    other: Trace,
+    *,
+    minimum_share: float = MINIMUM_SHARE,
+    executor: Executor | None = None,
+    floors: Trace | None = None,
+) -> Diff:
+    """Compare two traces of the same prompts and name the first place where they part.
+
+    Of a train and a serve trace the train trace is the reference, in whichever order they are given. Two traces of one
+    side, such as two servers, are compared with the first as the reference.
+
+    Works at the lower of the two levels: ``shapes`` compares shapes, presence, tokens and positions;
+    ``stats`` also norms, largest elements and means; ``sketch`` estimates the errors of rows
+    (`eagle_trace_analysis.comparison.sketch`); ``values`` measures everything. Values are streamed, so that memory does
+    not grow with the traces.
+
+    Args:
+        reference: what is taken to be right.
+        other: what is held against it.
+        minimum_share: share (0..1) of the other trace's comparable rows that must be matched before the traces
+            can be said to agree. Rows that are skipped for a reason (`align.SKIP_REASONS`) are not
+            comparable.
+        executor: who compares the values (`eagle_trace_analysis.comparison.fold`); the cores of this machine if None.
+            The result is the same to the last bit.
+        floors: a train trace of the same draft whose measured rounding floors are used, where the reference has none.
+
+    Raises:
+        IncomparableError: `floors` is of no use here.
+        TraceError: a file cannot be read.
+    """
+    train, serve = in_order(reference, other)
+    if floors is not None:
+        _check_floors(train, floors)
+    found = _Comparison(train, serve, executor or Threads(), floors).run(minimum_share)
+    return found.roles.said(found)
+
+
+def _check_floors(train: Trace, floors: Trace) -> None:
+    if floors.table("floors").num_rows == 0:
+        raise IncomparableError(
+            f"{floors.path} holds no rounding floors to lend: give the trace of a training (record --mode train)"
+        )
+    if train.table("floors").num_rows:
+        raise IncomparableError(f"{train.path} has measured floors of its own: leave --floors out")
+
+
+class _Comparison:
+    """One run of `diff`."""
+
+    def __init__(self, train: Trace, serve: Trace, executor: Executor, floors: Trace | None = None) -> None:
+        self.roles = Roles.of({"train": provenance(train), "serve": provenance(serve)})
+        self.train = train
+        self.serve = serve
+        self.executor = executor
+        self.level = min(train.level, serve.level, key=LEVELS.index)
+        self.notes: list[Note] = []
+        self.benign: list[Note] = []
+        self.shapes: tuple[Shapes, Shapes] = (shapes_of(train), shapes_of(serve))
+        self.sites = self._known_sites()
+        widths = {site: max(width for width, _ in seen) for side in self.shapes for site, seen in side.items()}
+        self.tolerances = Tolerances(self.sites, train, serve, widths, floors)
+        self.alignment: Alignment = align(train, serve)
+        self._logit_errors: tuple[NDArray[np.int64], NDArray[np.float64]] = (
+            np.zeros(0, dtype=np.int64),
+            np.zeros(0),
+        )
+
+    def run(self, minimum_share: float) -> Diff:
+        results: Results = {}
+        reason = self._nothing_in_common()
+        if reason is None:
+            results = self._compare()
+        self._add_notes(results)
+        frontier = find_frontier(self.sites, results)
+        ordered = self._in_order({node: replace(result, frontier=node in frontier) for node, result in results.items()})
+        if reason is None and not frontier:
+            reason = self._too_little(minimum_share) or self._no_numbers(results)
+        accept = accept_length(self.serve)
+        if self.serve.side != self.train.side:
+            accept = predict(accept, self.train, self.serve)
+        else:
+            accept = replace(accept, reference=accept_length(self.train).observed)
+        if reason is None and not frontier and (text := contradiction(accept)) is not None:
+            self.notes.append(Note("accept-length", text))
+        return Diff(
+            sites=tuple(ordered),
+            coverage=self.alignment.coverage,
+            minimum_share=minimum_share,
+            incomparable=reason,
+            accept_length=accept,
+            benign=tuple(self.benign),
+            notes=tuple(self.notes),
+            level=self.level,
+            tolerance=self.tolerances.provenance,
+            traces={"train": provenance(self.train), "serve": provenance(self.serve)},
+        )
+
+    # ---- what can be compared
+    # ---------------------------------------------------------------------------------
+
+    def _known_sites(self) -> list[Site]:
+        names = set(self.shapes[0]) | set(self.shapes[1])
+        known = set()
+        for name in names:
+            try:
+                sites_of([name])
+            except ValueError:
+                self.notes.append(Note("unknown-site", f"{name} is no site this version knows: left out"))
+            else:
+                known.add(name)
+        for side in self.shapes:
+            for name in names - known:
+                side.pop(name, None)
+        return sites_of(sorted(known))
+
+    def _nothing_in_common(self) -> str | None:
+        alignment = self.alignment
+        if not alignment.prompt_keys:
+            train, serve = (list(trace.prompts["prompt_key"]) for trace in (self.train, self.serve))
+            return f"no prompt in common: {_both(train, serve, 'prompt keys')}{self._ended_early()}"
+        if not len(alignment.rows):
+            rows = _both(_extent(self.train), _extent(self.serve), "rows")
+            return f"no row in common: {rows}{self._ended_early()}"
+        if not set(self.shapes[0]) & set(self.shapes[1]):
+            return "no site in common: " + _both(list(self.shapes[0]), list(self.shapes[1]), "sites")
+        return None
+
+    def _ended_early(self) -> str:
+        """What to say behind rows that are missing: which recordings never came that far."""
+        found = [(trace.path, trace.manifest.ended_early) for trace in (self.train, self.serve)]
+        return "".join(f"; of {path} {early}" for path, early in found if early)
+
+    def _too_little(self, minimum_share: float) -> str | None:
+        coverage = self.alignment.coverage
+        if coverage.share >= minimum_share:
+            return None
+        comparable = coverage.matched + coverage.unmatched_serve
+        return (
+            f"only {coverage.matched} of {comparable} comparable serve rows ({coverage.share:.0%}) "
+            f"have a train row, fewer than {minimum_share:.0%}: "
+            f"{_both(_extent(self.train), _extent(self.serve), 'rows')}{self._ended_early()}. "
+            f"{self._record_again()}, or lower --minimum-share"
+        )
+
+    def _record_again(self) -> str:
+        if self.roles.usual:
+            return f"Record the train side with --replay {self.serve.path}"
+        return "Record both on the same prompts, greedily and as far"
+
+    def _no_numbers(self, results: Results) -> str | None:
+        """Agreement above level shapes must speak of numbers."""
+        if self.level == "shapes" or any(isinstance(result.metrics, Metrics) for result in results.values()):
+            return None
+        kept = _both(self.train.kept_sites, self.serve.kept_sites, "sites with values")
+        return f"no values were compared, though nothing else differs: {kept}. Record both sides with the same --sites"
+
+    # ---- the comparison
+    # ---------------------------------------------------------------------------------------
+
+    def _compare(self) -> Results:
+        results: Results = {}
+        faults = check_shapes(shape_order(self.sites), self.train, self.serve, self.shapes)
+        for name, divergence in faults.items():
+            results[name, divergence.step] = SiteResult(name, divergence.step, divergence=divergence)
+        for step, result in check_tokens(self.alignment).items():
+            results["token", step] = result
+        positions, benign = check_positions(self.alignment)
+        self.benign += benign
+        for step, result in positions.items():
+            results["position", step] = result
+        sites = [site for site in self.sites if site.kind == "value" and site.name not in faults]
+        results |= self._compare_values(sites)
+        if self.level != "shapes" and not set(TOPK_SITES) & set(faults) and self._both_have(TOPK_SITES[0]):
+            wrong = [
+                step for (site, step), result in results.items() if site == "logits" and result.verdict == "diverged"
+            ]
+            for node, result in check_topk(self.alignment, self._logit_errors, wrong).items():
+                if node not in results or results[node].divergence is None:
+                    results[node] = result
+        results |= check_parameters(differing(self.train, self.serve), results)
+        return results
+
+    def _both_have(self, site: str) -> bool:
+        return all(site in side for side in self.shapes)
+
+    def _compare_values(self, sites: Sequence[Site]) -> Results:
+        found: dict[str, Results] = {site.name: {} for site in sites}
+
+        def to_compare() -> Iterator[SiteFold]:
+            for site in sites:
+                site_or_why = self._site_fold(site)
+                if isinstance(site_or_why, SiteFold):
+                    yield site_or_why
+                else:
+                    found[site.name] = site_or_why
+
+        for done in fold(to_compare(), self.executor):
+            found[done.site] = self._results_of(done)
+        return {node: result for results in found.values() for node, result in results.items()}
+
+    def _site_fold(self, site: Site) -> SiteFold | Results:
+        """A site ready to be compared, or why it is not."""
+        name = site.name
+        first = 1 if site.steps == "later" else 0
+        if not self._both_have(name):
+            excuses = [
+                *not_materialised(self.train, name).values(),
+                *not_materialised(self.serve, name).values(),
+            ]
+            return {(name, first): SiteResult(name, first, reason=excuses[0])} if excuses else {}
+        data = [trace.site_data(name) for trace in (self.train, self.serve)]
+        if self.level == "shapes" or not all(data):
+            return {(name, first): SiteResult(name, first, reason="shapes alone were compared (level shapes)")}
+        if len({one.width for side in data for one in side}) > 1:
+            return {(name, first): SiteResult(name, first, reason="its shape changes from call to call on both sides")}
+        pairs = self.alignment.pairs(name)
+        if not len(pairs):
+            return {(name, step): self._result(name, step, pairs, None) for step in pairs.steps}
+        if all(one.has_values for side in data for one in side):
+            return ValuesFold(self.train, self.serve, name, pairs)
+        sketched = all(has_sketch(one) for side in data for one in side)
+        compare = compare_sketches if sketched else compare_statistics
+        return WholeSite(self.train, self.serve, name, pairs, compare)
+
+    def _results_of(self, site: SiteFold) -> Results:
+        found, pairs = site.result(), site.pairs
+        if site.site == "logits":
+            parts = list(found.values())
+            if all(len(part.largest_errors) for part in parts):
+                rows = np.concatenate([pairs.train[part.pairs] for part in parts])
+                self._logit_errors = rows, np.concatenate([part.largest_errors for part in parts])
+        return {(site.site, step): self._result(site.site, step, pairs, found.get(step)) for step in pairs.steps}
+
+    def _result(self, name: str, step: int, pairs: Pairs, found: Compared | None) -> SiteResult:
+        coverage = pairs.coverage(step)
+        if found is None:
+            return SiteResult(name, step, coverage, reason=_why_no_rows(coverage, self.roles))
+        dtypes = [one.dtype for trace in (self.train, self.serve) for one in trace.site_data(name)]
+        tolerance = self.tolerances.of(name, step, dtypes)
+        metrics = found.metrics
+        if metrics.basis == "sketch":
+            tolerance = widened(tolerance, self.train.site_data(name)[0].width, metrics.rows)
+        exceeded = tolerance.exceeded(metrics)
+        divergence = None
+        if metrics.nonfinite_train or metrics.nonfinite_serve or exceeded:
+            facts = row_facts(self.train, self.serve, name, pairs, found.worst)
+            row = row_key(self.alignment, pairs, found.worst)
+            divergence = _numeric_divergence(name, step, metrics, tolerance, exceeded)
+            divergence = replace(divergence, train=facts[0], serve=facts[1], row=row)
+        return SiteResult(name, step, coverage, metrics, tolerance, divergence)
+
+    # ---- the result
+    # -------------------------------------------------------------------------------------------
+
+    def _in_order(self, results: Results) -> list[SiteResult]:
+        order = {site.name: index for index, site in enumerate(shape_order(self.sites))}
+        return [results[node] for node in sorted(results, key=lambda node: (node[1], order[node[0]]))]
+
+    def _add_notes(self, results: Results) -> None:
+        agreeing = [
+            (result.metrics.rho_max, result)
+            for result in results.values()
+            if result.verdict == "agree" and isinstance(result.metrics, Metrics) and result.metrics.rho_max > 0
+        ]
+        if agreeing:
+            worst, at = max(agreeing, key=lambda item: item[0])
+            allowed = at.tolerance.allowed["rho_max"] if at.tolerance else 0.0
+            text = f"{len(agreeing)} sites and steps differ by rounding only, at most {worst:.2g} "
+            text += f"({at.site}, step {at.step}; {allowed:.2g} allowed)"
+            self.benign.append(Note("rounding", text))
+        steps = self.alignment.rows.train_keys.step[self.alignment.rows.train]
+        if len(steps) and not steps.any() and self.serve.rows.step.any():
+            text = "only step 0 was compared: record the train side with --replay to compare draft steps too"
+            if not self.roles.usual:
+                text = "only step 0 was compared: the two have no draft row in common"
+            self.notes.append(Note("draft-steps", text))
+        lacking = self.alignment.coverage.unmatched_serve
+        if self.alignment.same_run and lacking:
+            text = (
+                f"{lacking} of {len(self.serve.rows)} rows of the serve trace are not in the replay of it, so nothing "
+            )
+            text += "is said of them: training was recorded with fewer steps or a selection, or the server computed "
+            text += "rows that its own books do not know"
+            self.notes.append(Note("replay-lacks", text))
+        excused = sum(r.metrics.excused for r in results.values() if isinstance(r.metrics, IdMetrics))
+        if excused:
+            self.benign.append(
+                Note("tie-flips", f"{excused} rows pick another best id within the margin of the logits' error")
+            )
+        if self.level == "sketch":
+            self.notes.append(Note("sketch", WORDS))
+        if not self.roles.usual:
+            self._add_partings()
+        for trace in (self.train, self.serve):
+            if trace.unchecked:
+                text = f"{trace.path} has no checksums ({len(trace.unchecked)} files): damage may go unnoticed"
+                self.notes.append(Note("no-checksums", text))
+            if not trace.sealed:
+                lost = f": {'; '.join(trace.missing[:3])}" if trace.missing else ""
+                self.notes.append(Note("partial", f"{trace.path} was not finished or is damaged{lost}"))
+            if early := trace.manifest.ended_early:
+                self.notes.append(Note("stopped", f"{trace.path}: {early}"))
+            if found := check_ranks(trace):
+                more = f"; and {len(found) - _LISTED} more" if len(found) > _LISTED else ""
+                text = "; ".join(one.text for one in found[:_LISTED])
+                self.notes.append(Note("ranks", f"{trace.path}: ranks differ at {text}{more}"))
+        if wrong := differing(self.train, self.serve):
+            text = f"as loaded, {_some([name for name, _, _ in wrong])} in serving are not the trained ones"
+            self.notes.append(Note("parameters", text))
+        if unlike := other_form(self.train, self.serve):
+            text = f"not compared with the trained ones, since they are held in another form: {_some(unlike)}"
+            self.notes.append(Note("parameters-form", text))
+        digests = {self.train.manifest.prompts_digest, self.serve.manifest.prompts_digest}
+        if len(digests) > 1 and "" not in digests:
+            self.notes.append(Note("prompts-digest", "the two sides were recorded on different sets of prompts"))
+
+    def _add_partings(self) -> None:
+        """Where greedy answers part: at which token, how long they ran together, and that nothing follows from it."""
+        parted = self.alignment.partings()
+        if not parted:
+            return
+        said = "; ".join(one.words(self.roles.reference, self.roles.other) for one in parted[:_LISTED])
+        more = f"; and {len(parted) - _LISTED} more" if len(parted) > _LISTED else ""
+        text = f"{len(parted)} of {len(self.alignment.prompt_keys)} answers part: {said}{more}. Up to there rows are "
+        self.notes.append(Note("answers-part", text + "compared; what follows a parting is not, and is no divergence"))
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+    return ", ".join(names[:_LISTED]) + more
+
+
+def _numeric_divergence(
+    site: str, step: int, metrics: Metrics, tolerance: Tolerance, exceeded: Sequence[str]
+) -> Divergence:
+    """The divergence of a site by its numbers; non-finite elements come before sizes."""
+    if metrics.nonfinite_train or metrics.nonfinite_serve:
+        counts = f"{metrics.nonfinite_train} elements in training, {metrics.nonfinite_serve} in serving"
+        return Divergence(site, step, "nonfinite", f"not finite: {counts}", {}, {})
+    name = exceeded[0]
+    value, allowed = getattr(metrics, name), tolerance.allowed[name]
+    why = f"{_STATISTIC[name]} {value:.2e}, {allowed:.2e} allowed"
+    if name == "scale_median":
+        why = f"serve is {value:.4g} x train, {1 - allowed:.4g} to {1 + allowed:.4g} allowed"
+    elif metrics.scale_median is not None and abs(metrics.scale_median - 1) > allowed:
+        why += f"; serve is {metrics.scale_median:.4g} x train"
+    return Divergence(site, step, "values", why, {}, {}, statistic=name, value=value, allowed=allowed)
+
+
+def _why_no_rows(coverage: Coverage, roles: Roles) -> str:
+    if not coverage.train_rows or not coverage.serve_rows:
+        return f"rows on the {'serve' if coverage.serve_rows else 'train'} side only"
+    reasons = list(coverage.skipped_serve or coverage.skipped_train)
+    if reasons and not coverage.unmatched_serve:
+        return skipped_because(reasons[0], roles)
+    return "both sides have rows, none in common"
+
+
+def _both(train: Sequence[Any], serve: Sequence[Any], what: str) -> str:
+    def some(names: Sequence[Any]) -> str:
+        listed = ", ".join(str(name) for name in names[:_LISTED])
+        return (listed or "none") + (f", ... ({len(names)})" if len(names) > _LISTED else "")
+
+    return f"{what} are [{some(train)}] in training and [{some(serve)}] in serving"
+
+
+def _extent(trace: Trace) -> list[str]:
+    """What rows a trace has, in a few words."""
+    rows = trace.rows
+    if not len(rows):
+        return []
+    return [
+        f"{len(rows)} rows, {len(np.unique(rows.prompt_id))} prompts, "
+        f"roots {rows.root.min()} to {rows.root.max()}, "
+        f"steps {rows.step.min()} to {rows.step.max()}"
+    ]
+
+
+def provenance(trace: Trace) -> dict[str, Any]:
+    """What made a trace, as far as a report needs it."""
+    manifest = trace.manifest
+    names = (
+        "side",
+        "level",
+        "host",
+        "packages",
+        "dtype",
+        "device",
+        "created",
+        "prompts_digest",
+        "changes",
+        "warnings",
+    )
+    return {"path": str(trace.path), "sealed": trace.sealed} | {name: getattr(manifest, name) for name in names}

@@ -1,0 +1,1 @@
+"""Engines: what a server does to a checkpoint, one package per server."""

@@ -1,0 +1,1 @@
+"""SGLang: what it loads, takes, ignores and refuses."""

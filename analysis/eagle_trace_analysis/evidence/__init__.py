@@ -1,0 +1,1 @@
+"""Evidence: what a cause may look at, each piece worked out when it is asked for."""

@@ -1,0 +1,1 @@
+"""Replay: every step of the draft forward recomputed in numpy from what one trace recorded just before it."""

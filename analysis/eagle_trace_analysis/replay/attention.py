@@ -1,0 +1,142 @@
+"""Attention of recorded rows over recorded keys and values, with what a row is said to see as a parameter."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eagle_trace.capture import Rows
+from eagle_trace_analysis.replay.form import Form
+from eagle_trace_analysis.replay.recorded import Recorded
+
+Int = NDArray[np.int64]
+Real = NDArray[Any]
+#: keys and values a row sees [N, heads x size] each; None if one of them was not recorded
+Seen = tuple[Real, Real] | None
+
+
+@dataclass
+class _Prompt:
+    """Keys and values of one prompt: of step 0 by root, of later steps by (root, path)."""
+
+    k: Real
+    v: Real
+    first: Int
+    calls: NDArray[np.int32]
+    later: dict[tuple[int, tuple[int, ...]], int]
+
+
+@dataclass
+class View:
+    """What each row sees: step-0 keys up to its root, and those of its own path.
+
+    Attributes:
+        recorded: where keys and values are from.
+        window: tokens a query sees, itself included; None for all.
+        by_root: the window is counted from the root at every step (training masks so) and not from the row.
+        stale: step-0 keys of a position are those of the draft step that guessed its token (a cache that was
+            not refreshed after the verify round), by (prompt, root): the row that left them there.
+        fresh_in_call: rows of one forward see each other's own keys all the same, as where attention takes the
+            rows of the call itself from memory and only those before it from the cache.
+        missing: keys and values of roots that this trace does not hold (a cached prefix), by prompt:
+            (keys, values, roots).
+        slots: whose key lies in the slot of a draft step, by step: that of another step of the same path, or None
+            where the slot is not seen at all. A row sees its own step's place in the path it was written in.
+    """
+
+    recorded: Recorded
+    layer: str = "layer.0"
+    window: int | None = None
+    by_root: bool = True
+    stale: dict[tuple[int, int], tuple[int, tuple[int, ...]]] = field(default_factory=dict)
+    fresh_in_call: bool = True
+    missing: dict[int, tuple[Real, Real, Int]] = field(default_factory=dict)
+    slots: dict[int, int | None] = field(default_factory=dict)
+    _prompts: dict[int, _Prompt | None] = field(default_factory=dict)
+
+    def prompt(self, number: int) -> _Prompt | None:
+        """Keys and values of one prompt."""
+        if number not in self._prompts:
+            self._prompts[number] = self._read(number)
+        return self._prompts[number]
+
+    def _read(self, number: int) -> _Prompt | None:
+        found = [self.recorded.of_prompt(f"{self.layer}.attn.{name}", number) for name in ("k_rope", "v")]
+        if found[0] is None or found[1] is None:
+            return None
+        (k, keys), (v, others) = found[0], found[1]
+        if len(keys) != len(others) or not np.array_equal(keys.root, others.root):
+            return None
+        first = np.full(int(keys.root.max(initial=0)) + 1, -1, dtype=np.int64)
+        # written backwards, so that of rows computed twice the first one counts
+        at = np.flatnonzero(keys.step == 0)[::-1]
+        first[keys.root[at]] = at
+        later: dict[tuple[int, tuple[int, ...]], int] = {}
+        paths = keys.paths()
+        for row in np.flatnonzero(keys.step > 0):
+            later.setdefault((int(keys.root[row]), paths[row]), int(row))
+        return _Prompt(k, v, first, keys.call_id, later)
+
+    def seen(self, prompt: int, root: int, path: tuple[int, ...], call: int) -> Seen:
+        """Keys and values that the row (prompt, root, path), computed in a call, sees."""
+        held = self.prompt(prompt)
+        if held is None or root >= len(held.first):
+            return None
+        low = 0
+        if self.window is not None:
+            low = max(0, root + (0 if self.by_root else len(path)) - self.window + 1)
+        index = held.first[low : root + 1].copy()
+        for at in range(low, root):
+            source = self.stale.get((prompt, at))
+            together = self.fresh_in_call and index[at - low] >= 0 and held.calls[index[at - low]] == call
+            if source is not None and source in held.later and not together:
+                index[at - low] = held.later[source]
+        own = [
+            held.later.get((root, path[:holds]), -1)
+            # a window shorter than the path leaves out the path's own first tokens too
+            for step in range(max(1, low - root), len(path) + 1)
+            if (holds := self._holds(step, len(path))) is not None
+        ]
+        index = np.concatenate([index, np.array(own, dtype=np.int64)])
+        k, v = held.k[index], held.v[index]
+        if (index < 0).any():
+            lost = np.flatnonzero(index < 0)
+            given = self.missing.get(prompt)
+            if given is None or lost[-1] > root - low:
+                return None
+            place = np.searchsorted(given[2], lost + low)
+            if (place >= len(given[2])).any() or (given[2][place] != lost + low).any():
+                return None
+            k[lost], v[lost] = given[0][place], given[1][place]
+        return k, v
+
+    def _holds(self, step: int, deepest: int) -> int | None:
+        """Which step's key a row at step `deepest` finds in the slot of `step`; what comes later is not there yet."""
+        holds = self.slots.get(step, step)
+        return step if holds is not None and holds > deepest else holds
+
+
+def attend(q_TA: Real, rows: Rows, view: View, form: Form) -> tuple[Real, NDArray[np.bool_]]:
+    """Attention output of rows [T, heads x size], and which of them could be computed [T].
+
+    softmax(q k / sqrt(size)) v, each group of heads / kv_heads query heads reading one key head.
+    """
+    size, groups = form.head_dim, form.heads // form.kv_heads
+    out = np.zeros((len(rows), form.heads * size), dtype=q_TA.dtype)
+    done = np.zeros(len(rows), dtype=np.bool_)
+    paths = rows.paths()
+    for t in range(len(rows)):
+        found = view.seen(int(rows.prompt_id[t]), int(rows.root[t]), paths[t], int(rows.call_id[t]))
+        if found is None:
+            continue
+        k_NGD, v_NGD = (part.reshape(len(part), form.kv_heads, size) for part in found)
+        q_GRD = q_TA[t].reshape(form.kv_heads, groups, size)
+        score_GRN = np.matmul(q_GRD, k_NGD.transpose(1, 2, 0)) / np.sqrt(size)
+        weight_GRN = np.exp(score_GRN - score_GRN.max(axis=-1, keepdims=True))
+        weight_GRN /= weight_GRN.sum(axis=-1, keepdims=True)
+        out[t] = np.matmul(weight_GRN, v_NGD.transpose(1, 0, 2)).reshape(-1)
+        done[t] = True
+    return out, done

@@ -1,0 +1,163 @@
+"""The form of a draft's forward: everything that is not a weight, as its training config says it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eagle_trace_analysis.checkpoint.subject import is_speculators, nested_config
+from eagle_trace_analysis.engines.sglang import engine
+
+Float64 = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Rope:
+    """A rotary embedding.
+
+    Attributes:
+        theta: base of the frequencies.
+        kind: ``default``, ``linear``, ``llama3`` or ``yarn`` (transformers' names).
+        partial: share of the head that is rotated.
+        parameters: what else `kind` needs, by transformers' names.
+        interleaved: rotate neighbouring elements instead of the two halves of a head.
+    """
+
+    theta: float = 10000.0
+    kind: str = "default"
+    partial: float = 1.0
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+    interleaved: bool = False
+
+    def frequencies(self, head_dim: int) -> tuple[Float64, float] | None:
+        """Angles a position [rotated / 2] and the factor on cos and sin; None for a kind not known here.
+
+        Formulas as in transformers' `modeling_rope_utils`.
+        """
+        rotated = int(head_dim * self.partial)
+        base = self.theta ** (-np.arange(0, rotated, 2) / rotated)
+        if self.kind == "default":
+            return base, 1.0
+        if self.kind == "linear":
+            return base / float(self.parameters.get("factor", 1.0)), 1.0
+        if self.kind == "llama3":
+            return _llama3(base, self.parameters), 1.0
+        if self.kind == "yarn":
+            return _yarn(base, rotated, self.theta, self.parameters)
+        return None
+
+    def words(self) -> str:
+        """In a few words."""
+        text = f"theta {self.theta:g}" + ("" if self.kind == "default" else f", {self.kind}")
+        text += f" x {self.parameters['factor']:g}" if "factor" in self.parameters else ""
+        text += "" if self.partial == 1 else f", {self.partial:g} of each head"
+        return text + (", interleaved" if self.interleaved else "")
+
+
+def _llama3(base: Float64, given: Mapping[str, Any]) -> Float64:
+    factor, low, high = (float(given[k]) for k in ("factor", "low_freq_factor", "high_freq_factor"))
+    old = float(given["original_max_position_embeddings"])
+    wave = 2 * math.pi / base
+    smooth = (old / wave - low) / (high - low)
+    between = (1 - smooth) * base / factor + smooth * base
+    return np.where(wave < old / high, base, np.where(wave > old / low, base / factor, between))
+
+
+def _yarn(base: Float64, rotated: int, theta: float, given: Mapping[str, Any]) -> tuple[Float64, float]:
+    factor = float(given.get("factor", 1.0))
+    old = float(given.get("original_max_position_embeddings", 4096))
+
+    def place(rotations: float) -> float:
+        return rotated * math.log(old / (rotations * 2 * math.pi)) / (2 * math.log(theta))
+
+    low = max(math.floor(place(float(given.get("beta_fast", 32)))), 0)
+    high = min(math.ceil(place(float(given.get("beta_slow", 1)))), rotated - 1)
+    ramp = np.clip((np.arange(rotated // 2) - low) / max(high - low, 1e-3), 0, 1)
+    scale = 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
+    return base / factor * ramp + base * (1 - ramp), float(given.get("attention_factor") or scale)
+
+
+@dataclass(frozen=True)
+class Form:
+    """What a draft's forward does with its weights.
+
+    Attributes:
+        eps: added to the mean square in every norm.
+        rope: rotary embedding.
+        heads, kv_heads, head_dim: of the attention.
+        norm_before_residual: the residual stream starts from the normed hidden state.
+        norm_before_fc, fc_norm: norms on the target features (all of them together, or each).
+        norm_output: the normed stream is carried to the next step.
+        norm_offset: norms scale by 1 + w instead of w.
+        window: tokens a query sees, itself included; None for all.
+        layer_ids: target layers fed, by their inputs (Hugging Face `hidden_states[i]`); None if not named.
+        target_width: width of one target layer.
+    """
+
+    eps: float
+    rope: Rope
+    heads: int
+    kv_heads: int
+    head_dim: int
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+    norm_offset: bool = False
+    window: int | None = None
+    layer_ids: tuple[int, ...] | None = None
+    target_width: int = 0
+
+
+def rope_of(config: Mapping[str, Any], *, trained: bool = False) -> Rope:
+    """The rotary embedding of a decoder config, as the engine builds it or (`trained`) transformers."""
+    settings = engine.trained_rope(config) if trained else engine.rope_settings(config)
+    known = ("rope_theta", "rope_type", "partial_rotary_factor")
+    rest = {key: value for key, value in settings.items() if key not in known}
+    kind, theta = str(settings["rope_type"]), float(settings["rope_theta"])
+    return Rope(theta, kind, float(settings["partial_rotary_factor"]), rest)
+
+
+def form_of(config: Mapping[str, Any]) -> Form:
+    """The form of a draft's config, speculators' (nested) or SGLang's (flat).
+
+    Raises:
+        CheckpointError, KeyError, TypeError, ValueError: the config does not describe a decoder.
+    """
+    nested = is_speculators(config)
+    layer = engine.with_defaults(nested_config(config) if nested else config)
+    if nested:
+        ids = config.get("eagle_aux_hidden_state_layer_ids")
+        flags = {name: bool(config.get(name)) for name in ("norm_before_fc", "fc_norm", "norm_output")}
+        residual, window = bool(config.get("norm_before_residual")), _window(layer)
+    else:
+        ids = engine.captured_inputs(config, None, None)
+        flags = {
+            "norm_before_fc": engine.norm_before_fc(config),
+            "fc_norm": engine.fc_norm(config),
+            "norm_output": bool(config.get("norm_output")),
+        }
+        residual, window = False, None
+    return Form(
+        eps=float(layer["rms_norm_eps"]),
+        rope=rope_of(layer, trained=nested),
+        heads=int(layer["num_attention_heads"]),
+        kv_heads=int(layer["num_key_value_heads"]),
+        head_dim=int(layer["head_dim"]),
+        norm_before_residual=residual,
+        window=window,
+        layer_ids=tuple(int(i) for i in ids) if ids else None,
+        target_width=int(config.get("target_hidden_size") or layer["hidden_size"]),
+        **flags,
+    )
+
+
+def _window(layer: Mapping[str, Any]) -> int | None:
+    kinds = layer.get("layer_types")
+    slides = isinstance(kinds, list) and "sliding_attention" in kinds
+    return int(layer["sliding_window"]) if slides and layer.get("sliding_window") else None

@@ -1,0 +1,1 @@
+"""Tensors: the trained weights held against what the server holds, and of what kind a difference is."""

@@ -1,0 +1,211 @@
+"""`eagle-trace compare`: the main job in one command."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from eagle_trace.cli.diff import check_out, write_report
+from eagle_trace.cli.progress import Progress
+from eagle_trace.cli.record import ADMIN_KEY, API_KEY, Level
+from eagle_trace.errors import EagleTraceError, HostError, UsageError
+from eagle_trace.manifest import without_secrets
+from eagle_trace.printable import printable
+
+if TYPE_CHECKING:
+    from eagle_trace.jobs.comparison import Asked, Comparison
+    from eagle_trace.jobs.workspace import Workspace
+    from eagle_trace.reader import Trace
+    from eagle_trace_analysis import Diff
+    from eagle_trace_analysis.checkpoint.finding import CheckResult, Finding
+
+
+def compare(
+    target: Annotated[Path, typer.Option(help="Target checkpoint, Hugging Face format.", show_default=False)],
+    trained: Annotated[
+        Path | None,
+        typer.Option(
+            help="Draft as it was trained (speculators format). Without it, the deployed folder is its own reference.",
+            show_default=False,
+        ),
+    ] = None,
+    deployed: Annotated[
+        Path | None,
+        typer.Option(
+            help="Draft as it is served (SGLang's format). Without it, TRAINED is exported.", show_default=False
+        ),
+    ] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            help="JSON lines with prompt, messages or input_ids. Without it: eight of our own.", show_default=False
+        ),
+    ] = None,
+    host: Annotated[
+        list[str] | None, typer.Option(help="Server to start; two are compared with each other.", show_default=False)
+    ] = None,
+    env: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="PYTHON",
+            help="Python of the environment to start the server in; two are compared with each other.",
+            show_default=False,
+        ),
+    ] = None,
+    against: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SERVER_URL",
+            help="A server that runs already, started with EAGLE_TRACE_OUT=FOLDER.",
+            show_default=False,
+        ),
+    ] = None,
+    api_key: Annotated[str | None, typer.Option(help="against: the server's API key.", envvar=API_KEY)] = None,
+    admin_api_key: Annotated[
+        str | None, typer.Option(help="against: the server's admin key.", envvar=ADMIN_KEY)
+    ] = None,
+    report: Annotated[Path | None, typer.Option(help="Write an HTML report, too.", show_default=False)] = None,
+    keep: Annotated[
+        Path | None, typer.Option(help="Keep traces and the exported draft in this folder.", show_default=False)
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Draft steps.")] = 3,
+    topk: Annotated[int, typer.Option(min=1, help="Branches of the draft tree (1: a chain).")] = 1,
+    draft_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Tokens verified at once. Default: steps + 1.", show_default=False)
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="float32, float16, bfloat16, or auto: the checkpoint's own.")] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 for greedy answers.")] = 0.0,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to answer to each prompt.")] = 48,
+    batch_size: Annotated[int, typer.Option(min=1, help="Prompts sent at once.")] = 8,
+    level: Annotated[Level, typer.Option(help="How much to keep of each row.")] = Level.values,
+    minimum_share: Annotated[
+        float,
+        typer.Option(min=0.0, max=1.0, help="Share of the server's comparable rows that must be matched to agree."),
+    ] = 0.5,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="All that was checked, compared, ruled out and not tested, too.")
+    ] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace --report if it exists.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Show no progress.")] = False,
+    server_args: Annotated[
+        list[str] | None, typer.Argument(help="After --, arguments for the server itself.", metavar="-- SERVER ARGS")
+    ] = None,
+) -> None:
+    """Check a draft, record it where it is served, replay it where it was trained, and name where they part.
+
+    Stops before anything runs if a check fails that no server gets over. What a killed run recorded is used again.
+
+    Exit status: 0 they agree, 1 they diverge or such a check failed, 2 they could not be compared.
+    """
+    # small matrices only: threads of BLAS would spin, on a busy machine for longer than they compute
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    from eagle_trace.jobs.comparison import Asked
+    from eagle_trace.jobs.servers import Ask, servers_of
+    from eagle_trace.jobs.workspace import open_workspace
+
+    if report is not None:
+        from eagle_trace_analysis.report.html import require_plotly
+
+        check_out(report, force=force)
+        require_plotly()
+    servers = servers_of(host or (), env or (), against, {"api_key": api_key, "admin_api_key": admin_api_key})
+    ask = Ask(
+        steps, topk, draft_tokens, dtype, device, max_new_tokens, batch_size, temperature, level.value,
+        tuple(server_args or ()),
+    )  # fmt: skip
+    argv = tuple(without_secrets(sys.argv))
+    asked = Asked(target, trained, deployed, prompts, tuple(servers), ask, argv)
+    asked.check()
+    with open_workspace(keep, asked.identity()) as workspace:
+        result = _run(asked, workspace, quiet=quiet, verbose=verbose, minimum_share=minimum_share)
+        status = _tell(result, workspace, report, verbose=verbose) if not isinstance(result, int) else result
+    raise typer.Exit(status)
+
+
+def _run(
+    asked: Asked, workspace: Workspace, *, quiet: bool, verbose: bool, minimum_share: float
+) -> int | tuple[Diff, Trace, Trace]:
+    """Check, record, compare; an exit status where a check stops it."""
+    from eagle_trace.jobs.comparison import Comparison, pointless
+
+    with Progress(quiet) as progress:
+        comparison = Comparison(asked, workspace, progress)
+        progress("checking the draft")
+        checked = comparison.check()
+        progress.clear()
+        _tell_check(checked, verbose=verbose)
+        if found := pointless(checked):
+            _tell_stopped(found)
+            return 1
+        try:
+            reference, other = comparison.record()
+        except EagleTraceError as error:
+            progress.clear()
+            raise _explained(error, comparison, checked, workspace) from error
+        return comparison.diff(reference, other, minimum_share=minimum_share), reference, other
+
+
+def _tell_check(checked: CheckResult, *, verbose: bool) -> None:
+    from eagle_trace.terminal import PlainConsole
+    from eagle_trace_analysis.report.check import render_brief, render_text
+
+    console = PlainConsole()
+    (render_text if verbose else render_brief)(checked, console)
+    console.print()
+
+
+def _tell_stopped(found: list[Finding]) -> None:
+    from eagle_trace.terminal import PlainConsole
+    from eagle_trace_analysis.report.check import render_stop
+
+    render_stop(found, PlainConsole())
+
+
+def _explained(
+    error: EagleTraceError, comparison: Comparison, checked: CheckResult, workspace: Workspace
+) -> EagleTraceError:
+    """A recording that failed, with what the checks have to say of it, and what is kept of the run."""
+    from eagle_trace.jobs.comparison import failures
+
+    words = [str(error)]
+    if isinstance(error, HostError) and not isinstance(error, UsageError):
+        found = failures(checked)
+        words += [f"what check says of it: {one.name}: {one.evidence}\nfix: {one.fix}" for one in found]
+        if not found:
+            words.append("check finds nothing in the draft that would stop a server: what it printed above says more")
+    if not workspace.kept and any(workspace.folder.glob("*.inputs.json")):
+        words.append(f"What was recorded is kept in {workspace.folder}: the same command goes on from there")
+    return type(error)("\n".join(words))
+
+
+def _tell(result: tuple[Diff, Trace, Trace], workspace: Workspace, report: Path | None, *, verbose: bool) -> int:
+    from eagle_trace_analysis.report.ending import next_command
+    from eagle_trace_analysis.report.text import print_diff
+
+    diff, reference, other = result
+    if report is not None:
+        from eagle_trace_analysis.report.html import render_html
+
+        write_report(report, render_html(diff, train=reference, serve=other))
+    if workspace.kept:
+        typer.echo(printable(f"Traces are kept in {workspace.folder}"), err=True)
+        after = next_command(diff, reference, other)
+    else:
+        after = _again(diff)
+    print_diff(diff, verbose=verbose, next_command=after)
+    return diff.exit_status
+
+
+def _again(diff: Diff) -> str:
+    """What to do where no trace was kept: mend what was found, or keep the traces to look into them."""
+    if diff.diagnosis is not None and diff.diagnosis.confirmed:
+        return "mend it and run this again; --verbose says more, --keep DIR keeps traces"
+    words = [word for word in without_secrets(sys.argv)[1:] if word != "--quiet"]
+    at = words.index("compare") + 1 if "compare" in words else 0
+    return shlex.join(["eagle-trace", *words[:at], "--keep", "compared", *words[at:]])

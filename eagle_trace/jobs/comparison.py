@@ -1,0 +1,257 @@
+"""One comparison: checks, recordings and the diff, each of which can be told before the next begins."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from eagle_trace import __version__
+from eagle_trace.errors import UsageError
+from eagle_trace.jobs.fingerprint import of_folder, of_text
+from eagle_trace.jobs.questions import write_prompts
+from eagle_trace.jobs.servers import Ask, Running, Server, installed
+from eagle_trace.jobs.workspace import Workspace
+from eagle_trace.reader import Trace, open_trace
+from eagle_trace.recording.hosts import find_host
+
+if TYPE_CHECKING:
+    from eagle_trace_analysis import Diff
+    from eagle_trace_analysis.checkpoint.finding import CheckResult, Finding
+
+Progress = Callable[[str], None]
+
+#: checks of which a failure stops every server, or makes its answers those of another kind of model
+POINTLESS = ("format", "config", "target-class")
+#: names in the workspace
+DEPLOYED, REFERENCE, PROMPTS = "deployed", "reference", "prompts.jsonl"
+TRAIN, SERVE, OTHER = "train.trace", "serve.trace", "other.trace"
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What to compare.
+
+    Attributes:
+        target: target checkpoint.
+        trained: draft as it was trained, speculators format; None if nobody has it.
+        deployed: draft as it is served, SGLang's format; None to export `trained`.
+        prompts: prompts file; None for eight of our own.
+        servers: one to hold against training, or two to hold against each other, the reference first.
+        ask: how servers are started and asked.
+        argv: the command line, for manifests.
+    """
+
+    target: Path
+    trained: Path | None
+    deployed: Path | None
+    prompts: Path | None
+    servers: tuple[Server, ...]
+    ask: Ask = field(default_factory=Ask)
+    argv: tuple[str, ...] = ()
+
+    def check(self) -> None:
+        """Raises UsageError where something is missing that no default stands in for."""
+        for name, folder in (("target", self.target), ("trained", self.trained), ("deployed", self.deployed)):
+            if folder is not None and not folder.is_dir():
+                raise UsageError(f"--{name} {folder} is not a folder: give the folder of a checkpoint")
+        if self.prompts is not None and not self.prompts.exists():
+            raise UsageError(f"--prompts {self.prompts} is not there: give a file of JSON lines, or leave it out")
+        if self.trained is None and self.deployed is None:
+            raise UsageError(
+                "give --trained DRAFT (as speculators saved it), --deployed DRAFT (as it is served), or better both"
+            )
+
+    @property
+    def two_servers(self) -> bool:
+        """Whether two servers are compared with each other."""
+        return len(self.servers) == 2
+
+    def identity(self) -> dict[str, Any]:
+        """What makes this question another one than the last; contents are compared later."""
+        places = {name: str(path.absolute()) for name, path in self._paths().items() if path is not None}
+        return {"places": places, "ask": asdict(self.ask), "servers": [one.called for one in self.servers]}
+
+    def _paths(self) -> dict[str, Path | None]:
+        return {"target": self.target, "trained": self.trained, "deployed": self.deployed, "prompts": self.prompts}
+
+
+class Comparison:
+    """The steps of one comparison, in order: `check`, `record`, `diff`.
+
+    Args:
+        asked: what to compare.
+        workspace: where recordings go.
+        progress: told what is going on.
+    """
+
+    def __init__(self, asked: Asked, workspace: Workspace, progress: Progress = lambda _: None) -> None:
+        asked.check()
+        self.asked = asked
+        self.workspace = workspace
+        self.progress = progress
+        self.reused: list[str] = []
+        self.floors: Trace | None = None
+        self._known: dict[Path, str] = {}
+
+    # ---- before anything runs
+
+    def check(self) -> CheckResult:
+        """What can be said of the draft without running it; exports it first if there is only the trained one.
+
+        Raises:
+            CheckpointError: a folder cannot be read, or the trained draft cannot be exported.
+        """
+        from eagle_trace_analysis.checkpoint.check import check
+
+        return check(self.served or self._trained, target=self.asked.target, reference=self.asked.trained)
+
+    @property
+    def served(self) -> Path | None:
+        """The folder that servers load: the deployed one, or an export of the trained one; None where one runs."""
+        if self.asked.deployed is not None:
+            return self.asked.deployed
+        if all(isinstance(server, Running) for server in self.asked.servers):
+            return None
+        return self._exported()
+
+    @property
+    def _trained(self) -> Path:
+        if self.asked.trained is None:
+            raise UsageError("give --trained DRAFT (as speculators saved it)")
+        return self.asked.trained
+
+    def _exported(self) -> Path:
+        from eagle_trace_analysis.checkpoint.export import export
+
+        return self._made(DEPLOYED, self._trained, lambda out: export(self._trained, out, target=self.asked.target))
+
+    def _own_reference(self) -> Path:
+        from eagle_trace_analysis.checkpoint.own_reference import write_own_reference
+
+        deployed = self.asked.deployed
+        if deployed is None:
+            raise UsageError("give --deployed DRAFT (as it is served)")
+        self.progress("no --trained: what the deployed folder says is taken for the training")
+        return self._made(REFERENCE, deployed, lambda out: write_own_reference(deployed, out, target=self.asked.target))
+
+    def _made(self, name: str, source: Path, make: Callable[[Path], object]) -> Path:
+        """A folder made of `source` in the workspace, by this run or by one before it."""
+        out = self.workspace.place(name)
+        inputs = {"of": self._print_of(source), "target": self._print_of(self.asked.target), "by": __version__}
+        if out.is_dir() and self.workspace.holds(name, inputs, of_folder(out)):
+            return out
+        self.workspace.forget(name)
+        shutil.rmtree(out, ignore_errors=True)
+        make(out)
+        self.workspace.note(name, inputs, of_folder(out))
+        return out
+
+    # ---- recordings
+
+    def record(self) -> tuple[Trace, Trace]:
+        """The reference's trace and the other's.
+
+        Raises:
+            EagleTraceError: a server or the training forward could not be recorded.
+        """
+        prompts = self._prompts()
+        first, *others = self.asked.servers
+        if self.asked.two_servers and self.asked.ask.temperature > 0:
+            raise UsageError("two servers answer alike only at temperature 0")
+        serve = self._serve(SERVE, first, prompts)
+        if others:
+            other = self._serve(OTHER, others[0], prompts)
+            # the training forward on the same tokens measures how far apart rounding may bring two servers
+            self.floors = self._train(serve, self.asked.trained) if self.asked.trained is not None else None
+            return serve, other
+        return self._train(serve, self.asked.trained or self._own_reference()), serve
+
+    def _prompts(self) -> Path:
+        if self.asked.prompts is not None:
+            return self.asked.prompts
+        path = self.workspace.place(PROMPTS)
+        self.progress(f"no --prompts: {write_prompts(self.asked.target, path)}")
+        return path
+
+    def _serve(self, name: str, server: Server, prompts: Path) -> Trace:
+        place, draft, ask = self.workspace.place(name), self.served, self.asked.ask
+        inputs = self._inputs(server, draft, prompts)
+        if inputs is not None and (found := self.workspace.find(name, inputs)) is not None:
+            return self._again(name, found)
+        self.workspace.forget(name)
+        server.record(self.asked.target, draft, prompts, ask, place, self._said(server))
+        if inputs is not None:
+            self.workspace.note(name, inputs, open_trace(place).manifest.recording)
+        return open_trace(place)
+
+    def _said(self, server: Server) -> Progress:
+        if not self.asked.two_servers:
+            return self.progress
+        return lambda message: self.progress(f"{server.called}: {message.removeprefix(f'{server.called}: ')}")
+
+    def _inputs(self, server: Server, draft: Path | None, prompts: Path) -> dict[str, Any] | None:
+        own = server.inputs()
+        if own is None:
+            return None
+        told = of_folder(prompts) if prompts.is_dir() else of_text([prompts.read_text("utf-8", "surrogateescape")])
+        folders = {"target": self._print_of(self.asked.target), "draft": draft and self._print_of(draft)}
+        # a list, as JSON has it, so that what was noted compares equal
+        asked = asdict(self.asked.ask) | {"server_args": list(self.asked.ask.server_args)}
+        return {**own, **folders, "prompts": told, "ask": asked}
+
+    def _train(self, serve: Trace, draft: Path) -> Trace:
+        place, ask = self.workspace.place(TRAIN), self.asked.ask
+        inputs: dict[str, Any] = {
+            "target": self._print_of(self.asked.target), "draft": self._print_of(draft),
+            "replayed": serve.manifest.recording, "device": ask.device, "level": ask.level, "packages": installed(),
+        }  # fmt: skip
+        if serve.manifest.recording and (found := self.workspace.find(TRAIN, inputs)) is not None:
+            return self._again(TRAIN, found)
+        self.workspace.forget(TRAIN)
+        find_host("trainer").record(
+            target=self.asked.target, draft=draft, out=place, prompts=None, replay=serve.path, features="compute",
+            steps=None, dtype="auto", device=ask.device, level=ask.level, max_bytes=None, force=True,
+            argv=list(self.asked.argv), progress=lambda message: self.progress(f"training: {message}"),
+        )  # fmt: skip
+        self.workspace.note(TRAIN, inputs, open_trace(place).manifest.recording)
+        return open_trace(place)
+
+    def _again(self, name: str, found: Trace) -> Trace:
+        self.reused.append(name)
+        self.progress(f"{name} was recorded before from the same inputs: used again")
+        return found
+
+    def _print_of(self, folder: Path) -> str:
+        if folder not in self._known:
+            self._known[folder] = of_folder(folder)
+        return self._known[folder]
+
+    # ---- the answer
+
+    def diff(self, reference: Trace, other: Trace, *, minimum_share: float) -> Diff:
+        """Compare the two, and look for the cause."""
+        from eagle_trace_analysis import diff
+        from eagle_trace_analysis.diagnosis.diagnose import Checkpoints, diagnosed
+
+        self.progress("comparing")
+        found = diff(reference, other, minimum_share=minimum_share, floors=self.floors)
+        served = self.asked.deployed
+        folders = Checkpoints(served if self.asked.two_servers else None, served, self.asked.target)
+        return diagnosed(found, reference, other, folders)
+
+
+def pointless(result: CheckResult) -> list[Finding]:
+    """The failed checks that make a run pointless."""
+    from eagle_trace_analysis.checkpoint.finding import Status
+
+    return [one for one in result.findings if one.status is Status.FAIL and one.name in POINTLESS]
+
+
+def failures(result: CheckResult) -> list[Finding]:
+    """All failed checks."""
+    from eagle_trace_analysis.checkpoint.finding import Status
+
+    return [one for one in result.findings if one.status is Status.FAIL]

@@ -1,0 +1,1 @@
+"""Serve side: what recording needs of any server, whichever program it is."""

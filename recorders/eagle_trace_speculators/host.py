@@ -1,0 +1,27 @@
+"""speculators as a host: what the entry point `speculators` of the group `eagle_trace.hosts` names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from eagle_trace.recording.hosts import Kind
+from eagle_trace.store import Place
+
+
+class Speculators:
+    """The trainer speculators."""
+
+    name = "speculators"
+    title = "speculators"
+    kind: Kind = "trainer"
+    module = "speculators"
+    extra = "train"
+
+    def record(self, **options: Any) -> Place:
+        """Feed the draft and leave a sealed trace; see `eagle_trace_speculators.record.record`."""
+        from eagle_trace_speculators.record import record
+
+        return record(**options)
+
+
+HOST = Speculators()

@@ -1,0 +1,151 @@
+"""Recording a training command that knows nothing of it: armed by the environment, begun at its first forward.
+
+With ``EAGLE_TRACE_TRAIN_OUT`` set, `install` watches for the import of speculators' EAGLE-3 model (it imports nothing
+itself). The first forward of such a model then begins a `recording` of it, which ends by itself. Without the variable
+nothing happens at all. Whatever is wrong here is logged, never raised: the command is somebody's training.
+
+| variable | meaning |
+| --- | --- |
+| EAGLE_TRACE_TRAIN_OUT | folder of the trace |
+| EAGLE_TRACE_TRAIN_BATCHES | forwards to record, 2 if unset |
+| EAGLE_TRACE_TRAIN_LEVEL | shapes, stats, sketch or values (the default) |
+| EAGLE_TRACE_TRAIN_MAX_BYTES | stop after so many bytes of captures |
+| EAGLE_TRACE_TRAIN_FIRST_TOKEN | first token of documents that the training data does not hold |
+| EAGLE_TRACE_TRAIN_MAX_WAIT | how long the training may wait for the disk, in all, in seconds (0.2) |
+| EAGLE_TRACE_TRAIN_{SITES,ROOTS,STEPS,PROMPTS} | what to keep, as `Selection.parse` reads it |
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import logging
+import os
+import sys
+import weakref
+from collections.abc import Callable, Mapping
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from typing import Any
+
+PREFIX = "EAGLE_TRACE_TRAIN_"
+OUT = f"{PREFIX}OUT"
+
+logger = logging.getLogger("eagle_trace")
+
+_datasets: list[weakref.ref[Any]] = []
+
+
+def install() -> None:
+    """Watch for speculators' model if the environment asks for a recording; once, however often it is called."""
+    if os.environ.get(OUT) and not any(isinstance(finder, _Watcher) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Watcher())
+
+
+class _Watcher(MetaPathFinder):
+    """Lets the others find modules, and is told when one of `WATCHED` was executed."""
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        """The spec of a watched module, whose loader calls back; None for all others."""
+        if (ready := WATCHED.get(name)) is None:
+            return None
+        others = [finder for finder in sys.meta_path if not isinstance(finder, _Watcher)]
+        specs = (finder.find_spec(name, path, target) for finder in others if hasattr(finder, "find_spec"))
+        spec = next((spec for spec in specs if spec is not None), None)
+        if spec is None or spec.loader is None:
+            return spec
+        execute = spec.loader.exec_module
+
+        def exec_module(module: Any) -> None:
+            execute(module)
+            try:
+                ready(module)
+            except Exception as error:  # noqa: BLE001 (somebody's training: said, never raised)
+                logger.warning("eagle-trace cannot record this version of speculators: %s: %s", name, error)
+
+        # a loader is made for one module only
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+def _model_ready(module: Any) -> None:
+    """Begin with the first forward. `__call__` is the latest point at which hooks still see that forward."""
+    draft = module.Eagle3DraftModel
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if getattr(self.config, "speculators_model_type", "eagle3") == "eagle3" and "__call__" in vars(draft):
+            del draft.__call__
+            _begin(self)
+        return super(draft, self).__call__(*args, **kwargs)
+
+    draft.__call__ = call
+
+
+def _data_ready(module: Any) -> None:
+    """Remember the data that batches are made from: it holds the first tokens, which batches lack."""
+    original = module.ArrowDataset.__init__
+
+    @functools.wraps(original)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        _datasets.append(weakref.ref(self))
+
+    module.ArrowDataset.__init__ = init
+
+
+WATCHED: Mapping[str, Callable[[Any], None]] = {
+    "speculators.models.eagle3.core": _model_ready,
+    "speculators.train.data": _data_ready,
+}
+
+
+def _begin(model: Any) -> None:
+    try:
+        from eagle_trace_training.live import recording
+
+        datasets = tuple(dataset for ref in _datasets if (dataset := ref()) is not None)
+        run = recording(model, dataset=datasets, **_options(os.environ))
+        run.__enter__()
+    except Exception as error:  # noqa: BLE001 (somebody's training: said, never raised)
+        logger.warning("eagle-trace does not record this training: %s", error)
+        return
+    # before `live` waits for its seals: what is registered last runs first
+    atexit.register(lambda: run.finish(f"the process ended after {run.batches} batches"))
+
+
+def _options(environment: Mapping[str, str]) -> dict[str, Any]:
+    """Arguments of `recording` from environment variables.
+
+    Raises:
+        UsageError: a value is not of its kind.
+    """
+    from eagle_trace.errors import UsageError
+    from eagle_trace.patience import parse_wait
+    from eagle_trace.selection import Selection
+
+    given = {name.lower(): value for name in VALUES if (value := environment.get(f"{PREFIX}{name}"))}
+    options: dict[str, Any] = {name: given[name] for name in ("out", "level") if name in given}
+    for name in ("batches", "max_bytes", "first_token"):
+        if name in given:
+            try:
+                options[name] = int(given[name])
+            except ValueError as error:
+                raise UsageError(f"{PREFIX}{name.upper()} must be a number, not {given[name]!r}") from error
+    if "max_wait" in given:
+        options["max_wait"] = parse_wait(given["max_wait"], f"{PREFIX}MAX_WAIT")
+    kept = {name: given.get(name) for name in ("sites", "roots", "steps", "prompts")}
+    return options | {"selection": Selection.parse(**kept)}
+
+
+VALUES = ("OUT", "BATCHES", "LEVEL", "MAX_BYTES", "FIRST_TOKEN", "SITES", "ROOTS", "STEPS", "PROMPTS", "MAX_WAIT")
+
+
+def environment(options: Mapping[str, Any]) -> dict[str, str]:
+    """The variables that say `options`: those of `recording`, without `dataset`, `steps` and `force`."""
+    values = {name: options.get(name) for name in ("out", "batches", "level", "max_bytes", "first_token")}
+    if (selection := options.get("selection")) is not None:
+        values["sites"] = ",".join(selection.sites)
+        for name in ("roots", "steps", "prompts"):
+            ranges = getattr(selection, name)
+            values[name] = ",".join(f"{low}:{'' if high is None else high}" for low, high in ranges)
+    return {f"{PREFIX}{name.upper()}": str(value) for name, value in values.items() if value not in (None, "")}

@@ -1,0 +1,116 @@
+"""What a real training batch holds: documents packed along T, the tokens each step feeds, which rows are data.
+
+Works on plain numbers, so that every case can be tested without a model.
+
+`shift_batch` drops a document's first token before documents are packed, so row i of a document is fed x_{i+1} beside
+g_i and nothing in the batch says what x_0 was. Each later step shifts the whole pack by one: the last rows of a
+document are then fed the next one's tokens (or padding). Training computes those rows too, but they are no data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eagle_trace.capture import Int32, Rows
+from eagle_trace_training.documents import Index
+
+#: document id of a row that only pads the batch; every other id is a document, as the model's attention mask has it
+PADDING = -1
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One packed batch as the forward was given it.
+
+    Attributes:
+        input_ids: tokens fed at step 0, int32 [T].
+        positions: rotary positions of step 0, int32 [T]; each later step adds one.
+        document_ids: which document a row belongs to, int32 [T].
+        loss_mask: which rows the loss of step 0 counts, bool [T]; None where training was given none.
+    """
+
+    input_ids: Int32
+    positions: Int32
+    document_ids: Int32
+    loss_mask: NDArray[np.bool_] | None = None
+
+    def __post_init__(self) -> None:
+        lengths = {len(self.input_ids), len(self.positions), len(self.document_ids)}
+        if self.loss_mask is not None:
+            lengths.add(len(self.loss_mask))
+        if len(lengths) > 1:
+            raise ValueError(f"tokens, positions, document ids and loss mask differ in length: {sorted(lengths)}")
+
+    def __len__(self) -> int:
+        return len(self.input_ids)
+
+    @cached_property
+    def number(self) -> Int32:
+        """Number of each row's document in order of first appearance, -1 for padding; int32 [T]."""
+        ids, first, inverse = np.unique(self.document_ids, return_index=True, return_inverse=True)
+        wanted = np.flatnonzero(ids != PADDING)
+        numbers = np.full(len(ids), -1, dtype=np.int32)
+        numbers[wanted[np.argsort(first[wanted])]] = np.arange(len(wanted), dtype=np.int32)
+        return numbers[inverse]
+
+    @cached_property
+    def root(self) -> Int32:
+        """Place of each row in its document: the index of its target feature; int32 [T]."""
+        order = np.argsort(self.number, kind="stable")
+        ordered = self.number[order]
+        place = np.empty(len(self), dtype=np.int32)
+        place[order] = np.arange(len(self)) - np.searchsorted(ordered, ordered)
+        return place
+
+    @property
+    def documents(self) -> list[Int32]:
+        """The tokens of each document without its first one: x_1, x_2, ..."""
+        return [self.input_ids[self.number == number] for number in range(int(self.number.max(initial=-1)) + 1)]
+
+    def index(self, step: int) -> Index:
+        """Rows that are data at a step: those whose token is their own document's; ascending indices into T."""
+        here, there = slice(0, max(0, len(self) - step)), slice(step, None)
+        own = (self.number[here] >= 0) & (self.number[here] == self.number[there])
+        # a document in two pieces is one to the attention, but the token next to a row may be another document's
+        return np.flatnonzero(own & (self.root[here] + step == self.root[there]))
+
+    def rows(self, step: int, index: Index, prompt_ids: Sequence[int], call_id: int) -> Rows:
+        """Keys of the rows at `index` (of those `index(step)` names), each as training feeds it.
+
+        Args:
+            step: the step.
+            index: indices into T.
+            prompt_ids: prompt of each document.
+            call_id: the forward.
+        """
+        below = index[:, None] + np.arange(1, step + 1)
+        return Rows.build(
+            prompt_id=np.asarray(prompt_ids, dtype=np.int32)[self.number[index]] if len(index) else [],
+            root=self.root[index],
+            step=np.full(len(index), step),
+            token_id=self.input_ids[index + step],
+            position=self.positions[index] + step,
+            call_id=call_id,
+            path=self.input_ids[below],
+        )
+
+    def counted(self, step: int, index: Index) -> NDArray[np.bool_] | None:
+        """Which of the rows the loss of `step` counts, bool [len(index)]; None if training was given no mask.
+
+        The loss of step s pairs row i with the target and the mask of row i + s.
+        """
+        return None if self.loss_mask is None else self.loss_mask[index + step]
+
+    def leaking(self, step: int) -> int:
+        """How many rows that are no data the loss of `step` counts: fed tokens of another document."""
+        if self.loss_mask is None or step == 0:
+            return 0
+        counted = np.zeros(len(self), dtype=np.bool_)
+        counted[: max(0, len(self) - step)] = self.loss_mask[step:]
+        counted[self.index(step)] = False
+        return int(counted.sum())

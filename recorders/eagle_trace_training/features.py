@@ -1,0 +1,331 @@
+"""Where the target features g_p come from: the target, the server's record, or speculators' training data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import ml_dtypes
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+
+from eagle_trace.capture import Array, sample_channels
+from eagle_trace.errors import CheckpointError, UsageError
+from eagle_trace.reader import Trace, ValueReader, read_keys
+from eagle_trace.recording.hooks import Hooks
+from eagle_trace_speculators.forward import computing_in
+from eagle_trace_speculators.load import DTYPES, quiet, raise_dtype
+from eagle_trace_speculators.target_model import decoder_of, load_target
+from eagle_trace_training.replay import Task
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Precision:
+    """The serving dtype, the reference dtype (on-disk names), and the device to compute on."""
+
+    dtype: str
+    reference: str
+    device: str
+
+
+class Features(Protocol):
+    """Features of every prompt, one row a root from 0 on."""
+
+    def count(self, task: Task) -> int:
+        """Number of roots, from 0, that have features."""
+        ...
+
+    def rows(self, task: Task, *, reference: bool) -> Any:
+        """Features [count, n * G]: in the serving dtype, or in the reference dtype where that differs."""
+        ...
+
+
+def to_tensor(array: Array) -> Any:
+    """A torch tensor that owns a copy of `array`; bfloat16 by its bits, which numpy and torch share."""
+    if array.dtype == ml_dtypes.bfloat16:
+        return torch.from_numpy(array.view(np.int16).copy()).view(torch.bfloat16)
+    return torch.from_numpy(array.copy())
+
+
+# ---- compute: the target, run by Hugging Face transformers
+
+
+class ComputedFeatures:
+    """Features from a forward of the target over all prompts, in the serving and in the reference dtype.
+
+    The target is loaded once, widened in place for the second pass, and gone before the draft runs; the
+    features of all prompts stay in host memory. Beside them `layers` holds a few channels of every layer's hidden
+    state, so that whatever a server fed instead can be recognised later.
+
+    Args:
+        target: folder of the target.
+        layer_ids: which layers: i is the input of layer i, and the number of layers the last one's output.
+        tasks: the prompts.
+        precision: dtypes and device.
+        progress: receives messages.
+
+    Raises:
+        CheckpointError: the target cannot be loaded, or its decoder layers are not found.
+    """
+
+    def __init__(
+        self,
+        target: Path,
+        layer_ids: Sequence[int],
+        tasks: Sequence[Task],
+        precision: Precision,
+        progress: Progress,
+    ) -> None:
+        dtype, reference = precision.dtype, precision.reference
+        with quiet():
+            model = load_target(target, DTYPES[dtype])
+        decoder = decoder_of(model.to(precision.device).eval(), target)
+        progress(f"target features of {len(tasks)} prompts in {dtype}")
+        self.layers = LayerSamples(decoder, sum(max(0, len(task.token_ids) - 1) for task in tasks))
+        with self.layers:
+            self._low = self._run(decoder, layer_ids, tasks, dtype, self.layers.keep)
+        progress(f"target features of {len(tasks)} prompts in {reference}, for the rounding floor")
+        self._reference = self._run(raise_dtype(decoder, reference), layer_ids, tasks, reference)
+
+    def count(self, task: Task) -> int:
+        """Every root whose next token is known."""
+        return len(self._low[task.prompt_id])
+
+    def rows(self, task: Task, *, reference: bool) -> Any:
+        """Features [count, n * G]."""
+        return (self._reference if reference else self._low)[task.prompt_id]
+
+    @staticmethod
+    def _run(
+        decoder: Any,
+        layer_ids: Sequence[int],
+        tasks: Sequence[Task],
+        dtype: str,
+        after: Callable[[int], None] = lambda _: None,
+    ) -> dict[int, Any]:
+        found: dict[int, Any] = {}
+        device = next(decoder.parameters()).device
+
+        def keep(layer: int) -> Callable[[Any, tuple[Any, ...], dict[str, Any]], None]:
+            def hook(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+                found[layer] = (args[0] if args else kwargs["hidden_states"])[0].clone()
+
+            return hook
+
+        features = {}
+        with Hooks() as hooks, computing_in(dtype):
+            for layer in set(layer_ids):
+                # behind the last layer, the final norm's input: hidden_states[-1] of Hugging Face is its
+                # output
+                hooks.before(decoder.layers[layer] if layer < len(decoder.layers) else decoder.norm, keep(layer))
+            for task in tasks:
+                token_ids = torch.tensor([task.token_ids[:-1]], dtype=torch.long, device=device)
+                if token_ids.shape[1]:
+                    decoder(input_ids=token_ids, use_cache=False)
+                    after(task.prompt_id)
+                    features[task.prompt_id] = torch.cat([found[layer] for layer in layer_ids], dim=-1).cpu()
+                else:
+                    features[task.prompt_id] = torch.empty(0, 0, dtype=DTYPES[dtype])
+        return features
+
+
+class LayerSamples:
+    """A few channels of every layer's hidden state at some roots: the rows of layers.parquet. A context manager.
+
+    Layer i is the input of decoder layer i (Hugging Face's `hidden_states[i]`), L the last layer's output, L + 1 the
+    same behind the final norm.
+
+    Args:
+        decoder: the target's decoder.
+        roots: roots of all prompts together; every k-th is kept, such that at most `SAMPLED_ROOTS` are.
+    """
+
+    SAMPLED_ROOTS = 512
+
+    def __init__(self, decoder: Any, roots: int) -> None:
+        self.records: list[dict[str, Any]] = []
+        self._decoder = decoder
+        self._stride = max(1, -(-roots // self.SAMPLED_ROOTS))
+        self._found: dict[int, Array] = {}
+        self._hooks = Hooks()
+
+    def __enter__(self) -> LayerSamples:
+        layers, norm = self._decoder.layers, self._decoder.norm
+        for number, module in enumerate([*layers, norm]):
+            self._hooks.before(module, self._taker(number))
+        self._hooks.after(norm, lambda _module, _args, output: self._take(len(layers) + 1, output))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._hooks.remove()
+
+    def _taker(self, layer: int) -> Callable[[Any, tuple[Any, ...], dict[str, Any]], None]:
+        return lambda _module, args, kwargs: self._take(layer, args[0] if args else kwargs["hidden_states"])
+
+    def _take(self, layer: int, hidden: Any) -> None:
+        channels = torch.from_numpy(sample_channels(hidden.shape[-1])).to(hidden.device)
+        self._found[layer] = hidden[0, :: self._stride].index_select(-1, channels).float().cpu().numpy()
+
+    def keep(self, prompt_id: int) -> None:
+        """Keep what the last forward of the decoder showed, as rows of the prompt."""
+        for layer, samples in sorted(self._found.items()):
+            for number, sample in enumerate(samples):
+                row = {"prompt_id": prompt_id, "root": number * self._stride, "layer": layer, "sample": sample}
+                self.records.append(row)
+
+
+# ---- serve: what the server fed its draft
+
+
+class ServedFeatures:
+    """The `fused` rows of a serve trace, so that the draft is compared in isolation and no target is needed.
+
+    Args:
+        trace: the serve trace.
+        tasks: the prompts.
+        width: n * G that the draft's fc takes.
+
+    Raises:
+        UsageError: the trace keeps no values of `fused`, or lacks positions in the middle of a prompt.
+        CheckpointError: the server fed its draft rows of another width.
+    """
+
+    def __init__(self, trace: Trace, tasks: Sequence[Task], width: int) -> None:
+        found = trace.site_data("fused")
+        if not found or not found[0].has_values:
+            raise UsageError(
+                f"{trace.path} keeps no values of the features the server fed (level {trace.level}): "
+                "record it with --level values, or use --features compute"
+            )
+        fitting = [data for data in found if data.width == width]
+        if not fitting:
+            raise CheckpointError(
+                f"the server fed features of width {found[0].width}, this draft's fc takes {width}: "
+                "use --features compute to record the training side as it was trained"
+            )
+        self._reader = ValueReader(fitting[0])
+        keys = read_keys(fitting[0])
+        self._row_of: dict[int, dict[int, int]] = {task.prompt_id: {} for task in tasks}
+        for row, (prompt, root, step) in enumerate(zip(keys.prompt_id, keys.root, keys.step, strict=True)):
+            if step == 0 and int(prompt) in self._row_of:
+                self._row_of[int(prompt)][int(root)] = row
+        for task in tasks:
+            rows = self._row_of[task.prompt_id]
+            lost = next((root for root in range(len(rows)) if root not in rows), None)
+            if lost is not None:
+                raise UsageError(
+                    f"{trace.path} has no features of prompt {task.record['prompt_key']} at position {lost}: "
+                    "the server skipped it (prefix cache?); record with that off, or take --features compute"
+                )
+
+    def count(self, task: Task) -> int:
+        """Roots up to the last one the server computed."""
+        return len(self._row_of[task.prompt_id])
+
+    def rows(self, task: Task, *, reference: bool) -> Any:  # noqa: ARG002 (given, so exact in any dtype)
+        """Features [count, n * G], as recorded."""
+        rows = self._row_of[task.prompt_id]
+        return to_tensor(self._reader.take(np.array([rows[root] for root in range(len(rows))], dtype=np.int64)))
+
+
+# ---- a folder: speculators' own training data
+
+
+class StoredFeatures:
+    """The `hs_N.safetensors` that speculators trains on: `token_ids` [T] and `hidden_states` [T, n + 1, G].
+
+    N is the number of the row in the training dataset beside the folder; here files are found by their
+    tokens, which must begin with the prompt's (all but its last, whose features nobody needs). The last of
+    the n + 1 layers is the target's final output, which training takes as its goal and does not feed.
+
+    Args:
+        folder: folder of the files, or one that holds it as `hidden_states`.
+        tasks: the prompts.
+        width: n * G that the draft's fc takes.
+
+    Raises:
+        UsageError: no such folder, or no such files in it.
+        CheckpointError: a prompt has no file, or a file's width is not the draft's.
+    """
+
+    def __init__(self, folder: Path, tasks: Sequence[Task], width: int) -> None:
+        files = sorted(folder.glob("hs_*.safetensors")) or sorted((folder / "hidden_states").glob("hs_*.safetensors"))
+        if not files:
+            raise UsageError(
+                f"{folder} holds no hs_N.safetensors: "
+                "--features takes compute, serve, or the folder speculators trained from"
+            )
+        self._file_of: dict[int, Path] = {}
+        wanted = {task.prompt_id: np.array(task.token_ids[:-1], dtype=np.int64) for task in tasks}
+        for file in files:
+            token_ids = np.asarray(_read(file, "token_ids")).astype(np.int64)
+            for prompt, tokens in wanted.items():
+                if prompt not in self._file_of and np.array_equal(token_ids[: len(tokens)], tokens):
+                    self._file_of[prompt] = file
+        if lost := [task.record["prompt_key"] for task in tasks if task.prompt_id not in self._file_of]:
+            raise CheckpointError(
+                f"{folder}: none of {len(files)} files begins with the tokens of prompt {lost[0]} "
+                f"({len(lost)} of {len(tasks)} have none): was it made with another chat template?"
+            )
+        for file in set(self._file_of.values()):
+            _, layers, hidden = _shape(file)
+            if (layers - 1) * hidden != width:
+                raise CheckpointError(
+                    f"{file} holds {layers - 1} layers of width {hidden} to feed, "
+                    f"this draft's fc takes {width}: it was made for another draft"
+                )
+
+    def count(self, task: Task) -> int:
+        """Every root whose next token is known."""
+        return max(0, len(task.token_ids) - 1)
+
+    def rows(self, task: Task, *, reference: bool) -> Any:  # noqa: ARG002 (given, so exact in any dtype)
+        """Features [count, n * G], as stored."""
+        file = self._file_of[task.prompt_id]
+        return _read(file, "hidden_states", rows=self.count(task))[:, :-1].flatten(1)
+
+
+def _read(file: Path, name: str, rows: int | None = None) -> Any:
+    try:
+        with safe_open(file, framework="pt") as tensors:
+            return tensors.get_slice(name)[:rows]
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"cannot read {name} from {file}: {error}") from error
+
+
+def _shape(file: Path) -> tuple[int, ...]:
+    with safe_open(file, framework="pt") as tensors:
+        return tuple(tensors.get_slice("hidden_states").get_shape())
+
+
+def open_features(
+    features: str,
+    *,
+    tasks: Sequence[Task],
+    replay: Trace | None,
+    target: Path | None,
+    layer_ids: Sequence[int] | None,
+    width: int,
+    precision: Precision,
+    progress: Progress,
+) -> Features:
+    """The features that `--features` names: ``compute``, ``serve`` or a folder.
+
+    Raises:
+        UsageError: what it needs was not given.
+        CheckpointError: see the classes above.
+    """
+    if features == "serve":
+        if replay is None:
+            raise UsageError("--features serve takes them from the trace given with --replay, and there is none")
+        return ServedFeatures(replay, tasks, width)
+    if features != "compute":
+        return StoredFeatures(Path(features), tasks, width)
+    if target is None or layer_ids is None:
+        raise UsageError("--features compute runs the target: give --target, or take --features serve")
+    return ComputedFeatures(target, layer_ids, tasks, precision, progress)

@@ -1,0 +1,146 @@
+"""One recording: every pack through the draft in the serving dtype, which is kept, and in the reference."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from eagle_trace.capture import Rows
+from eagle_trace.recording.arrays import to_array
+from eagle_trace.recording.forward import Forward, Forwards, offsets_to_ids
+from eagle_trace.selection import EVERYTHING, Selection, select_prompts
+from eagle_trace.writer import TraceWriter
+from eagle_trace_speculators.forward import PackRunner, row_budget
+from eagle_trace_speculators.load import LoadedDraft, raise_dtype
+from eagle_trace_speculators.params import loaded_params
+from eagle_trace_training.documents import Document, Index, Pack, pack, replayed, teacher_forced
+from eagle_trace_training.features import ComputedFeatures, Features
+from eagle_trace_training.floors import REFERENCE, Floors
+from eagle_trace_training.replay import Task
+
+
+@dataclass
+class Session:
+    """Runs the draft on the documents of all tasks and hands what it captures to the writer.
+
+    Attributes:
+        draft: the loaded draft.
+        tasks: the prompts.
+        features: their target features.
+        steps: number of forwards for prompts that are not replayed.
+        dtype: serving dtype.
+        writer: takes the captures.
+        progress: receives messages.
+        selection: which captures to keep.
+    """
+
+    draft: LoadedDraft
+    tasks: Sequence[Task]
+    features: Features
+    steps: int
+    dtype: str
+    writer: TraceWriter
+    progress: Callable[[str], None]
+    selection: Selection = EVERYTHING
+
+    def __post_init__(self) -> None:
+        d2t = self.draft.model.d2t
+        target_ids = offsets_to_ids(None if d2t is None else to_array(d2t))
+        # every row of every site: how far rounding takes it is measured, whatever the trace keeps
+        made = partial(Forwards, self.writer, self.selection, self.draft.hidden_size, target_ids, in_full=True)
+        self._forwards, self._reference = made(), made()
+
+    def run(self) -> None:
+        """Record everything: prompts, parameters, all packs, floors."""
+        self._put_tables()
+        wanted = set(select_prompts(1 + max(task.prompt_id for task in self.tasks), self.selection))
+        documents = [one for task in self.tasks if task.prompt_id in wanted for one in self._documents(task)]
+        layer = self.draft.model.config.transformer_layer_config
+        reference = REFERENCE[self.dtype]
+        budget = row_budget(layer.num_attention_heads, self.steps, np.dtype(reference).itemsize)
+        packs = list(pack(documents, budget))
+        rows = sum(len(roots) for document in documents for roots in document.roots)
+        self.progress(f"draft: {rows} rows in {len(packs)} forwards, {self.steps} steps, {self.dtype} and {reference}")
+        floors = Floors(self.dtype, reference)
+        upper = replace(self.draft, model=raise_dtype(copy.deepcopy(self.draft.model), reference))
+        tasks = {task.prompt_id: task for task in self.tasks}
+        with PackRunner(self.draft, self.dtype) as low, PackRunner(upper, reference) as high:
+            for number, batch in enumerate(packs):
+                if not self.writer.accepting:
+                    break
+                self._record(batch, tasks, low, high, floors)
+                if (number + 1) % max(1, len(packs) // 10) == 0:
+                    self.progress(f"draft: {number + 1} of {len(packs)} forwards")
+        self._reference.stage.later(lambda: (("record", ("floors", record)) for record in floors.records()))
+        self._reference.send()
+
+    def _documents(self, task: Task) -> list[Document]:
+        count = self.features.count(task)
+        if task.chains is None:
+            return [teacher_forced(task.prompt_id, task.token_ids, count, self.steps)]
+        # the first root a server drafts from is the prompt's last token
+        first = max(0, int(task.record["num_prompt_tokens"]) - 1)
+        return replayed(task.prompt_id, task.token_ids, count, task.chains, guess_from=first, steps=self.steps)
+
+    def _put_tables(self) -> None:
+        for task in self.tasks:
+            self.writer.put_record("prompts", task.record)
+        if isinstance(self.features, ComputedFeatures):
+            for record in self.features.layers.records:
+                self.writer.put_record("layers", record)
+        for record in loaded_params(self.draft.model, self.draft.stored):
+            self.writer.put_record("params", record)
+            if record["nonfinite"]:
+                self.writer.manifest.warnings.append(
+                    f"{record['name']} holds {record['nonfinite']} values that are not finite: "
+                    "it was never loaded, or is damaged"
+                )
+
+    def _record(self, batch: Pack, tasks: dict[int, Task], low: PackRunner, high: PackRunner, floors: Floors) -> None:
+        first = self._forwards.calls
+        guesses = [
+            (batch.rows(step, first + step, guesses=True), batch.index(step, guesses=True))
+            for step in range(batch.steps)
+        ]
+        kept = self._opened(self._forwards, batch, first)
+        low.run(batch, self._fused(batch, tasks, reference=False), kept, guesses)
+        for forward in kept:
+            forward.close("train", len(batch.documents))
+        reference = self._opened(self._reference, batch, first)
+        high.run(batch, self._fused(batch, tasks, reference=True), reference, ())
+
+        def compare() -> None:
+            for step, (one, other) in enumerate(zip(kept, reference, strict=True)):
+                for (site, rows), (_, exact) in zip(one.arrays(), other.arrays(), strict=True):
+                    floors.add(site, step, rows, exact)
+
+        self._reference.stage.later(compare)
+        self._reference.send()
+
+    def _opened(self, forwards: Forwards, batch: Pack, first: int) -> list[Forward]:
+        """Forwards of all steps of a pack, the first of them call `first`."""
+
+        def keys(step: int) -> tuple[Rows, Index]:
+            return batch.rows(step, first + step), batch.index(step)
+
+        return [forwards.open(len(batch), partial(keys, step), call=first + step) for step in range(batch.steps)]
+
+    def _fused(self, batch: Pack, tasks: dict[int, Task], *, reference: bool) -> Any:
+        """Features of a pack [T, n * G]: each document's own, zeros behind them."""
+        given: dict[int, Any] = {}
+        fused = None
+        for document, start in zip(batch.documents, batch.starts, strict=True):
+            task = tasks[document.prompt_id]
+            if task.prompt_id not in given:
+                given[task.prompt_id] = self.features.rows(task, reference=reference)
+            rows = given[task.prompt_id][: document.features]
+            if fused is None:
+                fused = torch.zeros(len(batch), self.draft.fused_width, dtype=rows.dtype)
+            fused[start : start + len(rows)] = rows
+        return fused

@@ -1,0 +1,85 @@
+"""Hosts are found by name, and the only one that is installed without one."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from eagle_trace.errors import UsageError
+from eagle_trace.recording import hosts
+from eagle_trace.recording.hosts import find_host
+
+ABSENT = "no_such_program"
+
+
+def host(name: str, kind: str, module: str = "json") -> SimpleNamespace:
+    return SimpleNamespace(name=name, title=name.upper(), kind=kind, module=module, extra=f"with-{name}")
+
+
+@pytest.fixture
+def registered(monkeypatch: pytest.MonkeyPatch) -> list[SimpleNamespace]:
+    """What packages have registered."""
+    there: list[SimpleNamespace] = []
+
+    def entry_points(group: str) -> list[Any]:
+        assert group == "eagle_trace.hosts"
+        return [SimpleNamespace(name=one.name, load=lambda one=one: one) for one in there]
+
+    monkeypatch.setattr(hosts, "entry_points", entry_points)
+    return there
+
+
+def refused(*asked: Any, **more: Any) -> str:
+    with pytest.raises(UsageError) as caught:
+        find_host(*asked, **more)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_the_only_one_that_is_installed_needs_no_name(registered: list[SimpleNamespace]) -> None:
+    registered += [host("one", "server"), host("two", "server", ABSENT), host("three", "trainer")]
+    assert find_host("server").name == "one"
+    assert find_host("trainer").name == "three"
+    assert find_host("server", "one").name == "one"
+
+
+def test_of_several_one_must_be_named(registered: list[SimpleNamespace]) -> None:
+    registered += [host("two", "server"), host("one", "server")]
+    assert "--host one|two" in refused("server")
+    assert find_host("server", "two").name == "two"
+
+
+def test_one_that_is_not_installed_comes_with_what_installs_it(registered: list[SimpleNamespace]) -> None:
+    registered.append(host("one", "server", ABSENT))
+    assert refused("server", "one") == "ONE is not installed here: pip install 'eagle-trace[with-one]'"
+    assert "one (pip install 'eagle-trace[with-one]')" in refused("server")
+    assert find_host("server", "one", program=False).name == "one", "its client needs no program"
+
+
+def test_a_name_that_nobody_has_comes_with_those_there_are(registered: list[SimpleNamespace]) -> None:
+    registered += [host("one", "server"), host("other", "trainer")]
+    assert refused("server", "nobody").startswith("no server is called 'nobody': --host takes one (pip")
+    assert refused("server", "other").startswith("other belongs to --mode train: --host takes one (pip")
+
+
+def test_where_nothing_is_registered_that_is_said(registered: list[SimpleNamespace]) -> None:
+    assert not registered
+    assert "no package records one" in refused("trainer")
+
+
+def test_looking_at_the_hosts_imports_no_program() -> None:
+    import subprocess
+    import sys
+
+    code = (
+        "import sys; from eagle_trace.recording.hosts import known_hosts, is_installed;"
+        "found = known_hosts('server') | known_hosts('trainer'); print(sorted(found));"
+        "[is_installed(host) for host in found.values()];"
+        "print([m for m in ('sglang', 'speculators', 'torch', 'transformers', 'pyarrow') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    names, loaded = done.stdout.splitlines()
+    assert names.startswith("['sglang', 'speculators']")
+    assert loaded == "[]"
