@@ -319,6 +319,8 @@ _FACTS = {
     "config_digest": optional(text),
     "model_type": optional(text),
     "architecture": optional(text),
+    "captures": optional(lambda value: isinstance(value, bool)),
+    "captured_inputs": optional(listed(whole)),
     "layer_ids": optional(listed(whole)),
     "dropped_keys": optional(_TEXTS),
     "missing_keys": optional(_TEXTS),

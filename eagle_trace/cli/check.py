@@ -14,6 +14,8 @@ class CheckFormat(StrEnum):
 
     text = "text"
     json = "json"
+    junit = "junit"
+    sarif = "sarif"
 
 
 def check(
@@ -31,15 +33,27 @@ def check(
     quiet: Annotated[
         bool, typer.Option("--quiet", "-q", help="text: only what failed or warned, and the counts.")
     ] = False,
-    format: Annotated[CheckFormat, typer.Option("--format", help="text, or json for machines.")] = CheckFormat.text,
+    engine: Annotated[str, typer.Option(metavar="NAME", help="What is to serve the draft: sglang.")] = "sglang",
+    format: Annotated[
+        CheckFormat, typer.Option("--format", help="text, json for programs, junit or sarif for a build.")
+    ] = CheckFormat.text,
 ) -> None:
     """Check a draft without running it. Exit status 0: nothing failed, 1: something did, 2: not checked."""
     from eagle_trace.terminal import PlainConsole
     from eagle_trace_analysis.checkpoint.check import check as check_checkpoint
+    from eagle_trace_analysis.engines import engine_named
     from eagle_trace_analysis.report.check import render_brief, render_json, render_text
 
-    result = check_checkpoint(draft, target=target, reference=reference)
-    if format is CheckFormat.json:
+    result = check_checkpoint(draft, target=target, reference=reference, engine=engine_named(engine))
+    if format in (CheckFormat.junit, CheckFormat.sarif):
+        from eagle_trace_analysis.report.cases import cases_of_check
+        from eagle_trace_analysis.report.junit import to_junit
+        from eagle_trace_analysis.report.sarif import to_sarif
+
+        suite = cases_of_check(result)
+        text = to_junit(suite) if format is CheckFormat.junit else to_sarif(suite, exit_status=result.exit_status)
+        typer.echo(text, nl=False)
+    elif format is CheckFormat.json:
         typer.echo(render_json(result))
     else:
         (render_brief if quiet else render_text)(result, PlainConsole())

@@ -18,7 +18,7 @@ from eagle_trace.manifest import without_secrets
 from eagle_trace.printable import printable
 
 if TYPE_CHECKING:
-    from eagle_trace.jobs.comparison import Asked, Comparison
+    from eagle_trace.jobs.comparison import Asked
     from eagle_trace.jobs.workspace import Workspace
     from eagle_trace.reader import Trace
     from eagle_trace_analysis import Diff
@@ -147,7 +147,7 @@ def _run(
             reference, other = comparison.record()
         except EagleTraceError as error:
             progress.clear()
-            raise _explained(error, comparison, checked, workspace) from error
+            raise _explained(error, checked, workspace) from error
         return comparison.diff(reference, other, minimum_share=minimum_share), reference, other
 
 
@@ -167,9 +167,7 @@ def _tell_stopped(found: list[Finding]) -> None:
     render_stop(found, PlainConsole())
 
 
-def _explained(
-    error: EagleTraceError, comparison: Comparison, checked: CheckResult, workspace: Workspace
-) -> EagleTraceError:
+def _explained(error: EagleTraceError, checked: CheckResult, workspace: Workspace) -> EagleTraceError:
     """A recording that failed, with what the checks have to say of it, and what is kept of the run."""
     from eagle_trace.jobs.comparison import failures
 

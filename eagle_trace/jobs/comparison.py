@@ -12,7 +12,7 @@ from eagle_trace import __version__
 from eagle_trace.errors import UsageError
 from eagle_trace.jobs.fingerprint import of_folder, of_text
 from eagle_trace.jobs.questions import write_prompts
-from eagle_trace.jobs.servers import Ask, Running, Server, installed
+from eagle_trace.jobs.servers import Ask, Pair, Running, Server, installed
 from eagle_trace.jobs.workspace import Workspace
 from eagle_trace.reader import Trace, open_trace
 from eagle_trace.recording.hosts import find_host
@@ -182,7 +182,7 @@ class Comparison:
         if inputs is not None and (found := self.workspace.find(name, inputs)) is not None:
             return self._again(name, found)
         self.workspace.forget(name)
-        server.record(self.asked.target, draft, prompts, ask, place, self._said(server))
+        server.record(Pair(self.asked.target, draft), prompts, ask, place, self._said(server))
         if inputs is not None:
             self.workspace.note(name, inputs, open_trace(place).manifest.recording)
         return open_trace(place)

@@ -52,7 +52,7 @@ class Workspace:
             return None  # nothing there, or nothing that can be used: it is recorded again
 
     def holds(self, name: str, inputs: Mapping[str, Any], made: str) -> bool:
-        """Whether `name`, which is `made` (a recording's name, a folder's fingerprint), was noted as made of `inputs`."""
+        """Whether `name`, now `made` (a recording's name, a folder's fingerprint), was noted as made of `inputs`."""
         try:
             noted = json.loads(self._note(name).read_text(encoding="utf-8"))
         except (OSError, ValueError):

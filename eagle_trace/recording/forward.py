@@ -100,7 +100,7 @@ class Forwards:
         selection: which sites and rows to keep.
         target_width: width of one target layer's features.
         target_ids: target id of each draft id (d2t, applied) [draft vocabulary]; None where they are the same.
-        shards: which part of a site's last axis this rank computes, for sites of which it computes a part.
+        shard_of: which part of a site's last axis this rank computes; None where it computes all of it.
         in_full: bring all rows of all sites over as they are, whatever the trace keeps of them.
         stage: brings over what is kept.
         calls: forwards handed over so far.
@@ -111,7 +111,7 @@ class Forwards:
     selection: Selection
     target_width: int
     target_ids: Array | None = None
-    shards: Mapping[str, Shard | None] = field(default_factory=dict)
+    shard_of: Callable[[str], Shard | None] = lambda _site: None
     in_full: bool = False
     stage: Stage = field(default_factory=Stage)
     calls: int = 0
@@ -155,7 +155,7 @@ class Forwards:
         """What becomes of rows of a site, which a host always computes alike."""
         key = site, width, dtype
         if key not in self._kinds:
-            wants, shard = self.selection.wants, self.shards.get(site)
+            wants, shard = self.selection.wants, self.shard_of(site)
             cut = fused_slices(width, self.target_width) if site == "fused" else []
             cut = [(name, columns) for name, columns in cut if wants(name)]
             wanted = self.in_full or wants(site) or bool(cut) or (site == "logits" and self.keeps_best)
@@ -194,6 +194,7 @@ class Forward:
 
     Attributes:
         call: its number.
+        tokens: rows of it, T.
         picked: rows of the forward that a tensor of fewer rows holds.
     """
 
@@ -210,7 +211,7 @@ class Forward:
         self._stage = forwards.stage
         self._level = forwards.level
         self.call = call
-        self._tokens = tokens
+        self.tokens = tokens
         self._keys, self.picked = keys, picked
         self._rows: Rows | None = None
         self._index: Index | None = None
@@ -256,7 +257,7 @@ class Forward:
         self._shapes[site] = ([count, kind.whole_width], kind.dtype)
         if not kind.wanted or (self._level == "shapes" and not self._all.in_full):
             return
-        picked = count != self._tokens
+        picked = count != self.tokens
         if self._level == "values" or self._all.in_full or tensors.accelerator_of(tensor) is None:
             if picked or self._choice is None:
                 held = self._stage.keep(rows)
@@ -280,7 +281,7 @@ class Forward:
         """Keep the features that the draft was given, [..., n * G]: side by side, and those of each target layer."""
         width, dtype = tensor.shape[-1], tensors.dtype_of(tensor)
         for name, columns in fused_slices(width, self._all.target_width):
-            self._shapes[name] = ([self._tokens, columns.stop - columns.start], dtype)
+            self._shapes[name] = ([self.tokens, columns.stop - columns.start], dtype)
         self.take("fused", tensor)
 
     def take_more_best(self, rows: Rows, logits: Any, count: int) -> None:
@@ -352,7 +353,7 @@ class Forward:
             training: columns of `schema.TRAINING` [rows], once the rows are known.
             settle: see `Forwards.send`.
         """
-        known = self._tokens if self._choice is None else len(self._choice)
+        known = self.tokens if self._choice is None else len(self._choice)
         known = known if self._known is None else self._known
         self._stage.later(lambda: self._parts(mode, batch_size() if callable(batch_size) else batch_size, training))
         self._all.rows += 0 if self._late else known
@@ -374,7 +375,7 @@ class Forward:
             position = {int(row): number for number, row in enumerate(index)}
             pairs = [(position[int(row)], b) for b, row in enumerate(self.picked()) if int(row) in position]
             return rows.take(np.array([row for row, _ in pairs], dtype=np.intp)), [b for _, b in pairs]
-        if index is self._choice or len(index) == (self._tokens if self._choice is None else len(self._choice)):
+        if index is self._choice or len(index) == (self.tokens if self._choice is None else len(self._choice)):
             return rows, slice(None)
         return rows, index if self._choice is None else np.searchsorted(self._choice, index)
 
@@ -395,7 +396,7 @@ class Forward:
         parts += [part for made in self._more if (part := made()) is not None]
         shapes = [{"site": site, "shape": shape, "dtype": dtype} for site, (shape, dtype) in self._shapes.items()]
         call = {"call_id": self.call, "role": "draft", "mode": mode, "batch_size": batch_size}
-        return [*parts, ("record", ("calls", call | {"tokens": self._tokens, "shapes": shapes}))]
+        return [*parts, ("record", ("calls", call | {"tokens": self.tokens, "shapes": shapes}))]
 
     def _parts_of(self, site: str, taken: _Taken, at: Rows, where: Any) -> Iterator[Part]:
         kind, array = taken.kind, taken.held.array[where]

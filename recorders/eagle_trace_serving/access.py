@@ -1,7 +1,7 @@
-"""Who may do what over HTTP: SGLang's own keys, and a token for whoever started a recording.
+"""Who may do what over HTTP: the server's own keys, and a token for whoever started a recording.
 
-A server that has an admin key takes that one for these routes; one that has an API key alone takes that one; this is
-SGLang's level `ADMIN_OPTIONAL`, by which its own management routes are guarded. Whoever has the key may do everything.
+A server that has an admin key takes that one for these routes; one that has an API key alone takes that one, as a
+server's own management routes do. Whoever has the key may do everything.
 
 A server without a key knows nobody. There anybody may record requests under ids that nobody else can guess
 (`bodies.OWN_ID`), and do with that recording what its token allows. What others ask, and what the server recorded by
@@ -15,7 +15,6 @@ import secrets
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from eagle_trace.errors import EagleTraceError, UsageError
 from eagle_trace_serving.remote import TOKEN_HEADER
@@ -45,7 +44,7 @@ class Keys:
     """What guards a server.
 
     Attributes:
-        api_key, admin_api_key: what SGLang was started with.
+        api_key, admin_api_key: what the server was started with.
         record_others: without any key, everybody may do everything.
     """
 
@@ -56,7 +55,7 @@ class Keys:
     def may_do_all(self, headers: Mapping[str, str]) -> bool:
         """Whether a request with these headers comes from somebody who may do everything.
 
-        SGLang's own middleware asks the same question before; this does not depend on how it finds the route.
+        The server's own middleware may ask the same question before; this does not depend on how it finds the route.
 
         Raises:
             DeniedError: the server has a key, and this is not it; or it has none, and a page in a browser asks.
@@ -133,14 +132,9 @@ class Pace:
 
 
 def _refuse_pages(headers: Mapping[str, str]) -> None:
-    """Refuse what a page in somebody's browser asks of a server that only they can reach (SGLang allows any origin)."""
+    """Refuse what a page in somebody's browser asks of a server that only they can reach (servers allow any origin)."""
     if "origin" in headers or headers.get("sec-fetch-site", "none") != "none":
         raise DeniedError("a server without a key takes no orders from pages in a browser", 403)
-
-
-def keys_of(server_args: Any, *, record_others: bool) -> Keys:
-    """The keys of SGLang's `server_args`; AttributeError where it is not known whether there are any."""
-    return Keys(server_args.api_key, server_args.admin_api_key, record_others)
 
 
 def _digest(token: str) -> bytes:

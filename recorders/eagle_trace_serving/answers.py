@@ -15,7 +15,9 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}", re.ASCII)
 #: a place that is not a folder of the server, but in a store that others reach too; users may copy it into a shell
 _URL = re.compile(r"(?:s3a?|gc?s|abfss?|az|hf)://[A-Za-z0-9._~/%=@:+,-]{1,1000}", re.ASCII)
 _TOKEN = re.compile(r"[A-Za-z0-9_-]{16,200}", re.ASCII)
+_HOST = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}", re.ASCII)
 _PATH_LENGTH = 4096
+_DETAIL_LENGTH = 20_000
 #: files of a trace of a terabyte, and more
 MOST_FILES = 100_000
 
@@ -31,6 +33,7 @@ class Ended:
     Attributes:
         outcome: ``sealed``, ``failed``, or nothing.
         why: it failed.
+        detail: where in the code, of a bug: for whoever runs the server.
         stopped: why it ended before its requests did.
         prompts, rows: recorded.
         bytes, files: what the trace consists of.
@@ -38,6 +41,7 @@ class Ended:
 
     outcome: str = ""
     why: str = ""
+    detail: str = field(default="", repr=False)
     stopped: str = ""
     prompts: int = 0
     rows: int = 0
@@ -56,6 +60,7 @@ class Told:
         last: how the last recording ended.
         server: vocabulary and context length of the target, as `prompts.check_tokens` reads them.
         token: of a recording that just began.
+        host: name of the server's program, where it is told.
     """
 
     state: str
@@ -65,6 +70,7 @@ class Told:
     last: Ended = field(default_factory=Ended)
     server: Mapping[str, int | None] = field(default_factory=dict)
     token: str | None = field(default=None, repr=False)
+    host: str | None = None
 
     @property
     def name(self) -> str:
@@ -95,6 +101,7 @@ def understood(answer: Any) -> Told:
         Ended(
             last.get("outcome", ""),
             _words(last, "why"),
+            _text(last, "detail")[:_DETAIL_LENGTH],
             _words(last, "stopped"),
             *(_count(last, name) or 0 for name in ("requests", "rows", "bytes", "files")),
         ),
@@ -103,6 +110,7 @@ def understood(answer: Any) -> Told:
             "max_position_embeddings": _count(server, "context_length"),
         },
         _token(answer.get("token")),
+        _host(answer.get("host")),
     )
 
 
@@ -121,10 +129,20 @@ def _count(answer: dict[str, Any], name: str) -> int | None:
 
 
 def _words(answer: dict[str, Any], name: str) -> str:
+    return quoted(_text(answer, name))
+
+
+def _text(answer: dict[str, Any], name: str) -> str:
     value = answer.get(name) or ""
     if not isinstance(value, str):
         raise NonsenseError(f"{name} is not a text")
-    return quoted(value)
+    return value
+
+
+def _host(value: Any) -> str | None:
+    if value is not None and not (isinstance(value, str) and _HOST.fullmatch(value)):
+        raise NonsenseError("no name of a server")
+    return value
 
 
 def _place(value: Any) -> str | None:

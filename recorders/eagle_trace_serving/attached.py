@@ -1,7 +1,7 @@
-"""Recording in a server that its user started: armed by `EAGLE_TRACE_OUT`, in SGLang's main process.
+"""Recording in a server that its user started: armed by `EAGLE_TRACE_OUT`, in the server's main process.
 
-The variables below say what to record once the server is ready; after that, its HTTP routes (see `routes`) and, in a
-process with an `Engine`, `control()` start and end recordings.
+The variables (`environment`) say what to record once the server is ready; after that, its HTTP routes (see `routes`)
+and, in a process that has the engine to itself, `control()` start and end recordings.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import contextlib
 import logging
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -18,103 +18,94 @@ from eagle_trace.errors import EagleTraceError, UsageError
 from eagle_trace.patience import MAX_WAIT, parse_wait
 from eagle_trace.selection import Selection, parse_bytes
 from eagle_trace_serving.admission import DEFAULT_REQUESTS, Admission
-from eagle_trace_serving.control import Control, next_place
+from eagle_trace_serving.control import Control, Named, next_place
+from eagle_trace_serving.environment import OUT, OWN, PREFIX, RECORD_OTHERS
 from eagle_trace_serving.orders import Order
-from eagle_trace_sglang.plugin import OUT, PREFIX, RECORD_OTHERS
 
-#: what the variables may say beside OUT
-ASKED = (
-    "REQUESTS",
-    "MATCH",
-    "SAMPLE",
-    "LEVEL",
-    "MAX_BYTES",
-    "SECONDS",
-    "SITES",
-    "ROOTS",
-    "STEPS",
-    "KEEP_CUDA_GRAPHS",
-    "MAX_WAIT",
-)
-VARIABLES = (OUT, RECORD_OTHERS, *(PREFIX + name for name in ASKED))
 #: bytes of one recording that is started over HTTP, unless `EAGLE_TRACE_MAX_BYTES` says
 CEILING = 4 * 10**9
-HTTP_SERVER = "sglang.srt.entrypoints.http_server"
-
-#: how long the first request of an Engine waits for the recorder
+#: how long the first request of an engine waits for the recorder
 READY_SECONDS = 5.0
 
+Guard = Callable[[Callable[..., Any]], Callable[..., Any]]
+
 logger = logging.getLogger(__name__)
-_control: Control | None = None
+_armed: Armed | None = None
 
 
 def control() -> Control | None:
-    """The control of the SGLang that this process owns; None if it was not armed."""
-    return _control
+    """The control of the server that this process owns; None if it was not armed."""
+    return None if _armed is None else _armed.control
 
 
-def arm() -> None:
-    """Make this process's `Control`, before SGLang starts its scheduler processes, and hook what says it is ready."""
-    global _control
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+class Armed:
+    """What a server's plugin makes in its main process, before it starts the processes that run the draft.
 
-    try:
-        order = order_of(os.environ)
-    except EagleTraceError as error:
-        # it can still be told over HTTP what to record
-        logger.error("eagle-trace records nothing by itself: %s", error)  # noqa: TRY400 (a sentence, not a bug)
-        order = None
-    _control = Control(_max_wait(os.environ))
-    os.environ.update(_control.environment)
+    Args:
+        host: the server's program.
 
-    def serving(server_args: Any, *_args: Any, **_kwargs: Any) -> None:
-        from sglang.srt.entrypoints.http_server import app
-
-        from eagle_trace_serving.access import keys_of
-        from eagle_trace_serving.routes import add_routes
-
-        keys = keys_of(server_args, record_others=opted_in(os.environ))
-        add_routes(app, _require(), os.environ[OUT], keys, ceiling_of(os.environ))
-
-    waiting = [] if order is None else [order]
-
-    def ready(*_args: Any, **_kwargs: Any) -> None:
-        if waiting:
-            start(waiting.pop())
-
-    def ending(*_args: Any, **_kwargs: Any) -> None:
-        _require().close()
-
-    HookRegistry.register(f"{HTTP_SERVER}._setup_and_run_http_server", serving, HookType.BEFORE)
-    # the server's own warm-up requests are over: whatever comes now is somebody's
-    HookRegistry.register(f"{HTTP_SERVER}._wait_and_warmup", ready, HookType.AFTER)
-    # an Engine loads its plugins from inside its constructor, which is too late to be told of its end
-    for name in ("generate", "async_generate"):
-        HookRegistry.register(f"sglang.srt.entrypoints.engine.Engine.{name}", ready, HookType.BEFORE)
-    HookRegistry.register("sglang.srt.utils.common.kill_process_tree", ending, HookType.BEFORE)
-
-
-def _require() -> Control:
-    if _control is None:
-        raise RuntimeError("this process was not armed")
-    return _control
-
-
-def start(order: Order) -> None:
-    """Begin to record; what stands in the way is logged, since the server must serve all the same.
-
-    Whoever calls this has requests of its own to answer: it waits `READY_SECONDS` for the recorder to be in place.
+    Attributes:
+        control: starts and ends recordings.
     """
 
-    def begin() -> None:
+    def __init__(self, host: Named) -> None:
         try:
-            _require().start(replace(order, out=next_place(order.out)))
+            order = order_of(os.environ)
         except EagleTraceError as error:
-            logger.error("eagle-trace records nothing: %s", error)  # noqa: TRY400 (a sentence, not a bug)
+            # it can still be told over HTTP what to record
+            logger.error("eagle-trace records nothing by itself: %s", error)  # noqa: TRY400 (a sentence, not a bug)
+            order = None
+        self._waiting = [] if order is None else [order]
+        self.control = Control(host, _max_wait(os.environ))
+        os.environ.update(self.control.environment)
 
-    thread = threading.Thread(target=begin, name="eagle-trace-start", daemon=True)
-    thread.start()
-    thread.join(READY_SECONDS)
+    def add_routes(self, app: Any, api_key: str | None, admin_api_key: str | None, guard: Guard) -> None:
+        """Hang the routes into the server's `app`.
+
+        Args:
+            app: a FastAPI application.
+            api_key, admin_api_key: what guards the server, or None.
+            guard: makes an endpoint one that the server's own middleware asks the admin key for, if it has one.
+        """
+        from eagle_trace_serving.access import Keys
+        from eagle_trace_serving.routes import Routes, add_routes
+
+        keys = Keys(api_key, admin_api_key, opted_in(os.environ))
+        own = bool(os.environ.get(OWN)) and bool(api_key or admin_api_key)
+        routes = Routes(self.control, os.environ[OUT], keys, ceiling_of(os.environ), own=own)
+        add_routes(app, routes, guard)
+
+    def ready(self, *_args: Any, **_kwargs: Any) -> None:
+        """Whatever request comes from now on is somebody's: begin what the variables ask for."""
+        if self._waiting:
+            self.start(self._waiting.pop())
+
+    def start(self, order: Order) -> None:
+        """Begin to record; what stands in the way is logged, since the server must serve all the same.
+
+        Whoever calls this has requests of its own to answer: it waits `READY_SECONDS` for the recorder to be in place.
+        """
+
+        def begin() -> None:
+            try:
+                self.control.start(replace(order, out=next_place(order.out)))
+            except EagleTraceError as error:
+                logger.error("eagle-trace records nothing: %s", error)  # noqa: TRY400 (a sentence, not a bug)
+
+        thread = threading.Thread(target=begin, name="eagle-trace-start", daemon=True)
+        thread.start()
+        thread.join(READY_SECONDS)
+
+    def ending(self, *_args: Any, **_kwargs: Any) -> None:
+        """The server ends: seal what there is."""
+        self.control.close()
+
+
+def arm(host: Named) -> Armed:
+    """Arm the server that this process owns; see `Armed`."""
+    global _armed
+    _armed = Armed(host)
+    return _armed
 
 
 def order_of(environment: Mapping[str, str]) -> Order | None:

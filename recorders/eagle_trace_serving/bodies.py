@@ -29,6 +29,8 @@ MOST_VALUES = 200_000
 #: letters of what a client says beside that: it is written again whenever a manifest is
 MOST_SAID = 64 << 10
 MOST_REQUESTS = 10_000
+#: bytes of a body, and values in it, from `record` to the server that it started itself
+MOST_OWN = 1 << 30
 #: how long a body may take to arrive
 BODY_SECONDS = 10.0
 #: a client that names its requests asks for the status far more often than this
@@ -96,6 +98,12 @@ class LastSettings(Settings):
     ) = None
 
 
+class OwnLastSettings(LastSettings):
+    """The same of any number of requests."""
+
+    server_counts: dict[str, dict[str, float]] | None = None
+
+
 class StartBody(BaseModel):
     """What to record; names and meaning as on the command line.
 
@@ -142,18 +150,53 @@ class StartBody(BaseModel):
             )
         return Order(
             out=out,
-            admission=Admission(self.named, self.requests, self.match, self.sample),
-            level=self.level,
+            admission=self.admission,
             max_bytes=wanted,
-            selection=Selection.parse(sites=self.sites, roots=self.roots, steps=self.steps),
             # a client that names its requests also says when it is done
             alone=self.named is None,
             lease=LEASE_SECONDS if self.named is not None else None,
-            keep_cuda_graphs=self.keep_cuda_graphs,
             seconds=min(self.seconds or STRANGER_SECONDS, STRANGER_SECONDS) if stranger else self.seconds,
             settings=self.settings.said(),
             argv=tuple(without_secrets(self.argv)),
             keep_empty=False,
+            **self.kept,
+        )
+
+    @property
+    def admission(self) -> Admission:
+        """The requests to take."""
+        return Admission(self.named, self.requests, self.match, self.sample)
+
+    @property
+    def kept(self) -> dict[str, Any]:
+        """How much of each row, and which."""
+        return {
+            "level": self.level,
+            "selection": Selection.parse(sites=self.sites, roots=self.roots, steps=self.steps),
+            "keep_cuda_graphs": self.keep_cuda_graphs,
+        }
+
+
+class OwnStartBody(StartBody):
+    """What `record` asks of a server that it started itself, and nobody else may ask of one: `out` is any place."""
+
+    named: dict[Rid, tuple[Number, Key]]
+    out: Annotated[str, Field(min_length=1)]
+    changes: list[str] = []
+    started: dict[str, Any] = {}
+    argv: list[str] = []
+
+    def order(self, _out: str, _ceiling: int, *, stranger: bool) -> Order:  # noqa: ARG002 (it has the server's key)
+        """The recording asked for; UsageError if it does not make sense."""
+        return Order(
+            out=self.out,
+            admission=self.admission,
+            max_bytes=parse_bytes(self.max_bytes) if self.max_bytes else None,
+            alone=False,
+            settings=self.settings.said() | self.started,
+            changes=tuple(self.changes),
+            argv=tuple(self.argv),
+            **self.kept,
         )
 
 
@@ -166,6 +209,12 @@ class FinishBody(BaseModel):
     stopped: Annotated[str, Field(max_length=STOPPED_LENGTH), AfterValidator(quoted)] | None = "told to stop"
 
 
+class OwnFinishBody(FinishBody):
+    """As `record` says it to a server that it started itself, of any number of requests."""
+
+    settings: OwnLastSettings = OwnLastSettings()
+
+
 Body = TypeVar("Body", bound=BaseModel)
 
 
@@ -176,8 +225,8 @@ class Reader:
         self._most = most
         self._waits: dict[int, asyncio.Timeout] = {}
 
-    async def read(self, request: Request) -> bytes:
-        """The body of a request, read no further than it may be long.
+    async def read(self, request: Request, limit: int = MOST_BYTES) -> bytes:
+        """The body of a request, read no further than `limit` bytes.
 
         Raises:
             BodyError: it is too long, or does not arrive.
@@ -191,10 +240,8 @@ class Reader:
                 try:
                     async for part in request.stream():
                         data += part
-                        if len(data) > MOST_BYTES:
-                            raise BodyError(
-                                f"the body is longer than {MOST_BYTES} bytes, which is as much as is read", 413
-                            )
+                        if len(data) > limit:
+                            raise BodyError(f"the body is longer than {limit} bytes, which is as much as is read", 413)
                 finally:
                     self._waits.pop(id(wait), None)
         except TimeoutError:
@@ -206,14 +253,14 @@ class Reader:
         return bytes(data)
 
 
-def parse_body(data: bytes, kind: type[Body]) -> Body:
-    """What a body says. Takes a while for a long one: not for an event loop.
+def parse_body(data: bytes, kind: type[Body], most: int = MOST_VALUES) -> Body:
+    """What a body of at most `most` values says. Takes a while for a long one: not for an event loop.
 
     Raises:
         BodyError: it is not what it must be; the message is one sentence.
     """
     try:
-        given = parse_json(data, MOST_VALUES) if data.strip() else {}
+        given = parse_json(data, most) if data.strip() else {}
         if b"\\u" in data:
             json.dumps(given, ensure_ascii=False).encode()  # half a surrogate pair is no text, and could not be written
         return kind.model_validate(given)

@@ -1,7 +1,7 @@
-"""Recording, seen from SGLang's main process: starts and ends it in every scheduler process, and knows how it went.
+"""Recording, seen from the server's main process: starts and ends it wherever the draft runs, and knows how it went.
 
-One `Control` lives in the process that owns the server (HTTP) or the engine. It is made by the plugin, before SGLang
-starts its scheduler processes, which find it through their environment.
+One `Control` lives in the process that owns the server (HTTP) or the engine. It is made by the plugin, before the
+server starts the processes that run the draft, which find it through their environment.
 """
 
 from __future__ import annotations
@@ -17,19 +17,20 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from typing import Any, Protocol
 
 from eagle_trace.errors import HostError, RecordingError, UsageError
 from eagle_trace.patience import FOLDER_SECONDS, MAX_WAIT, leave_behind, within
 from eagle_trace.store import as_place, join, open_store, reason
 from eagle_trace.writer import prepare_output, remove_empty
 from eagle_trace_serving.described import server_manifest
+from eagle_trace_serving.environment import SESSION
+from eagle_trace_serving.host import Facts
 from eagle_trace_serving.orders import Order
 from eagle_trace_serving.runs import Rank, Run
 from eagle_trace_serving.session import Message, Session, packed
-from eagle_trace_sglang.plugin import SESSION
 
-#: how long after SGLang is ready its recorders may take to report; they do so before that, unless they never loaded
+#: how long after the server is ready its recorders may take to report; they do so before that, unless they never loaded
 ARM_SECONDS = 10.0
 #: how long a recorder may take to begin, and to write its seal
 BEGIN_SECONDS = 60.0
@@ -47,8 +48,12 @@ MOST_OUTCOMES = 64
 
 logger = logging.getLogger(__name__)
 
-#: what a client may know of the server
-_TOLD = ("target", "draft", "steps", "topk", "draft_tokens", "vocab_size", "context_length")
+
+class Named(Protocol):
+    """What is said of a server's program (`eagle_trace.recording.hosts.Host`)."""
+
+    name: str
+    title: str
 
 
 class Control:
@@ -58,10 +63,12 @@ class Control:
     next one may be tried.
 
     Args:
+        host: the server's program.
         max_wait: how long the server may wait for the disk in one recording, in all [s].
     """
 
-    def __init__(self, max_wait: float = MAX_WAIT) -> None:
+    def __init__(self, host: Named, max_wait: float = MAX_WAIT) -> None:
+        self._name, self._title = host.name, host.title
         self._max_wait = max_wait
         self._session = Session(SESSION)
         self._ranks: list[Rank] = []
@@ -80,7 +87,7 @@ class Control:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What the processes that SGLang starts need in their environment to find this one."""
+        """What the processes that the server starts need in their environment to find this one."""
         return self._session.environment
 
     def close(self, seconds: float = CLOSE_SECONDS) -> None:
@@ -103,18 +110,15 @@ class Control:
 
     # ---- orders -----------------------------------------------------------------------------------------------
 
-    def wait_until_armed(self) -> list[dict[str, Any]]:
+    def wait_until_armed(self) -> list[Facts]:
         """Facts of every recorder, by rank.
 
         Raises:
-            HostError: they do not report; call it when SGLang is ready, they should have by then.
+            HostError: they do not report; call it when the server is ready, they should have by then.
         """
         if not self._wait(self._armed, ARM_SECONDS):
-            raise HostError(
-                "SGLang started, but its recorder did not report: the plugin `eagle_trace` was not loaded or found no "
-                "draft worker; is speculation on, is this a supported SGLang, and does SGLANG_PLUGINS leave it out?"
-            )
-        return [rank.facts for rank in self._ranks]
+            raise HostError(silent_recorder(self._title))
+        return self._facts()
 
     def start(self, order: Order) -> None:
         """Begin to record. Returns when every recorder has its hooks in place.
@@ -134,7 +138,7 @@ class Control:
         with self._changed:
             self._refuse_second()
             if not all(rank.alive for rank in self._ranks):
-                raise HostError("SGLang's scheduler process ended: nothing can be recorded any more")
+                raise HostError(f"{self._title}'s process with the draft ended: nothing can be recorded any more")
             self._run = run
             for rank in self._ranks:
                 rank.said, rank.asked = {}, False
@@ -221,13 +225,14 @@ class Control:
     def status(self) -> dict[str, Any]:
         """``state`` (starting, ready, recording), place and counts of the recording, and how the last one ended."""
         run, last = self._run, self._last
-        facts = self._ranks[0].facts if self._armed() else {}
+        facts = self._facts()[0] if self._armed() else None
         return {
+            "host": self._name,
             "state": self.state,
             "out": run.order.out if run is not None else None,
             **(self._counts(run) if run is not None else {}),
             "last": last,
-            "server": {name: facts[name] for name in _TOLD if name in facts},
+            "server": {} if facts is None else _told(facts),
         }
 
     def _counts(self, run: Run) -> dict[str, int]:
@@ -247,7 +252,7 @@ class Control:
 
     def _raise_failure(self, outcome: dict[str, Any] | None) -> None:
         if outcome is not None and outcome.get("outcome") == "failed":
-            words = [f"the recording failed, SGLang did not: {outcome['why']}", outcome["detail"]]
+            words = [f"the recording failed, {self._title} did not: {outcome['why']}", outcome["detail"]]
             raise RecordingError("\n".join(part for part in words if part))
 
     def wait_until_ended(self, seconds: float | None = None) -> bool:
@@ -332,7 +337,7 @@ class Control:
         with self._changed:
             if name == "armed":
                 rank.facts = arguments[0]
-                self._ranks.sort(key=lambda one: one.facts.get("rank", 0))
+                self._ranks.sort(key=lambda one: 0 if one.facts is None else one.facts.rank)
             run = self._run
             rank.asked &= name != "counts"
             # what a recorder says of a recording that was given up, or that it has ended already, nobody waits for
@@ -364,8 +369,11 @@ class Control:
             self._close_run(run, {"outcome": "sealed", **sealed[0], **written, **ended})
 
     def _armed(self) -> bool:
-        facts = [rank.facts for rank in self._ranks if rank.facts]
-        return bool(facts) and len(facts) >= facts[0]["ranks"] * facts[0]["replicas"]
+        facts = self._facts()
+        return bool(facts) and len(facts) >= facts[0].ranks * facts[0].replicas
+
+    def _facts(self) -> list[Facts]:
+        return [rank.facts for rank in self._ranks if rank.facts is not None]
 
     def _all_said(self, name: str) -> bool:
         said = [name in rank.said or rank.ended for rank in self._ranks]
@@ -379,6 +387,20 @@ class Control:
     def _wait(self, condition: Callable[[], bool], seconds: float | None) -> bool:
         with self._changed:
             return self._changed.wait_for(condition, seconds)
+
+
+def silent_recorder(title: str) -> str:
+    """Why the recorders of a server that is ready may not have reported."""
+    return (
+        f"{title} started, but its recorder did not report: the plugin `eagle_trace` was not loaded or found no draft "
+        f"worker; is speculation on, is this a supported {title}, and does {title.upper()}_PLUGINS leave it out?"
+    )
+
+
+def _told(facts: Facts) -> dict[str, Any]:
+    """What a client may know of the server."""
+    told = {name: getattr(facts, name) for name in ("target", "draft", "vocab_size", "context_length")}
+    return told | {name: facts.settings[name] for name in ("steps", "topk", "draft_tokens") if name in facts.settings}
 
 
 def _remove(place: str) -> None:

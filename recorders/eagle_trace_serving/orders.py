@@ -1,4 +1,4 @@
-"""What SGLang's main process orders of the recorder in each scheduler process."""
+"""What a server's main process orders of the recorder in each process that runs the draft."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Order:
         selection: which sites and rows to keep.
         alone: seal as soon as the last request ended; otherwise wait to be told.
         lease: seal when nobody asked how it goes for so many seconds: whoever was to end it is gone. None for never.
-        keep_cuda_graphs: let SGLang replay its CUDA graphs, and record at their boundaries only.
+        keep_cuda_graphs: let the server replay its CUDA graphs, and record at their boundaries only.
         seconds: seal after so long, whatever is still going on; None for no limit.
         max_wait: how long the server may wait for the disk, in all [s]; None for what the server was started with.
         settings: what else the manifest should say was asked for.

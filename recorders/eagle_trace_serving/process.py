@@ -1,149 +1,135 @@
-"""SGLang as a process tree of ours: started, talked to, and taken down whatever happens."""
+"""A server as a process tree of ours: started, watched, and taken down whatever happens."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
+import secrets
 import signal
+import socket
 import subprocess
 import sys
-from collections import deque
-from collections.abc import Sequence
-from multiprocessing.connection import Connection, wait
-from pathlib import Path
-from typing import Any, NoReturn
+import time
+from collections.abc import Callable
+from typing import NoReturn
 
 import psutil
 
-from eagle_trace.errors import HostError, PromptsError, RecordingError
-from eagle_trace_serving.attached import VARIABLES
-from eagle_trace_serving.session import Message, Session
-from eagle_trace_sglang.engine import ENGINE
-from eagle_trace_sglang.plugin import OUT, PREFIX
-from sglang_cpu_eagle import cpu_environment
+from eagle_trace.errors import HostError
+from eagle_trace_serving.environment import OUT, OWN, PREFIX, VARIABLES
+from eagle_trace_serving.folders import OwnFolder
+from eagle_trace_serving.host import Address, Launch
 
 LOG_LINES = 25
-#: how long SGLang may take to end by itself before it is killed
+#: how long a server may take to end by itself before it is killed
 STOP_SECONDS = 15.0
+#: how long after its connection broke a server is seen to be dead
+DEATH_SECONDS = 3.0
+POLL_SECONDS = 0.1
 #: runs a module as a program
 PYTHON = (sys.executable, "-m")
 
 
-class Host:
-    """The engine's process, its children, and the connection to it. A context manager."""
+class ServerProcess:
+    """The process of a server, and its children. A context manager.
 
-    def __init__(self, target: Path, arguments: Sequence[str], device: str, ranks: int = 1) -> None:
-        self._session = Session(ENGINE)
-        self._connection: Connection | None = None
-        self._inbox: deque[Message] = deque()
-        self._stopping = False
-        job = self._session.folder / "job.json"
-        job.write_text(json.dumps({"server_args": list(arguments), "target": str(target)}))
+    Args:
+        title: the server's program, as sentences have it.
+        launch: how it is started, told the address it is to have and the environment that arms it.
+
+    Attributes:
+        address: where it will listen.
+        launch: how it was started.
+    """
+
+    def __init__(self, title: str, launch: Callable[[Address, dict[str, str]], Launch]) -> None:
+        self._title = title
+        self._folder = OwnFolder()
+        # held while the server lives, so that nobody else is given the port before it listens there
+        self._port = _reserved()
+        self.address = Address(self._port.getsockname()[1], secrets.token_urlsafe(24))
+        try:
+            self.launch = launch(self.address, self._environment())
+            self._start()
+        except BaseException:
+            self._close()
+            raise
+
+    def _environment(self) -> dict[str, str]:
         # what the user set for servers of their own does not hold for this one, which waits to be told
         environment = {name: value for name, value in os.environ.items() if name not in VARIABLES}
-        environment |= self._session.environment | {OUT: str(self._session.folder), f"{PREFIX}REQUESTS": "0"}
+        environment |= {OUT: str(self._folder.path), OWN: "1", f"{PREFIX}REQUESTS": "0"}
         # nobody else waits for this server, and whoever asked for the recording wants all of it
-        environment[f"{PREFIX}MAX_WAIT"] = "inf"
-        if device == "cpu":
-            environment = cpu_environment(environment, ranks=ranks)
-        self._log = self._session.folder / "sglang.log"
+        return environment | {f"{PREFIX}MAX_WAIT": "inf"}
+
+    def _start(self) -> None:
+        job = self._folder.path / "job.json"
+        job.write_text(json.dumps(dict(self.launch.job)), encoding="utf-8")
+        self._log = self._folder.path / "server.log"
         with self._log.open("wb") as stream:
             self._process = subprocess.Popen(
-                [*PYTHON, "eagle_trace_sglang.engine", str(job)],
-                stdin=subprocess.DEVNULL,
+                [*PYTHON, self.launch.module, str(job)],
+                stdin=subprocess.PIPE,
                 stdout=stream,
                 stderr=subprocess.STDOUT,
-                env=environment,
+                env=dict(self.launch.environment),
                 # a group of its own: Ctrl-C reaches `record` alone, which then takes the whole tree down in order
                 start_new_session=True,
             )
 
-    def __enter__(self) -> Host:
+    def __enter__(self) -> ServerProcess:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *error: object) -> None:
         try:
-            self._take_down()
+            self._take_down(gently=error[0] is None)
         finally:
-            self._session.close()
+            self._close()
 
-    def send(self, *message: Any) -> None:
-        """Send a message to the engine."""
-        if self._connection is None:
-            raise RuntimeError("the engine has not connected yet")
-        try:
-            self._connection.send(message)
-        except OSError:
-            self._died()
+    def _close(self) -> None:
+        self._port.close()
+        self._folder.cleanup()
 
-    def receive(self, name: str) -> list[Any]:
-        """Arguments of the next message, which must be the one called `name`."""
-        got, *arguments = self.next()
-        if got != name:
-            raise RuntimeError(f"the engine said {got!r} where {name!r} was expected")
-        return arguments
-
-    def next(self) -> Message:
-        """The next message.
-
-        Raises:
-            HostError: SGLang ended, or never loaded the recorder.
-            RecordingError: the recording failed.
-            PromptsError: the engine refuses the prompts.
-        """
-        while not self._inbox:
-            self._pump()
-        return self._inbox.popleft()
-
-    def stop(self) -> None:
-        """Tell the engine to end by itself."""
-        self.send("stop")
-        self._stopping = True
-
-    def last_lines(self) -> str:
-        """The end of what SGLang printed."""
-        lines = self._log.read_text(encoding="utf-8", errors="replace").rstrip().splitlines()
-        return "\n".join(lines[-LOG_LINES:])
-
-    def _pump(self) -> None:
-        """Take in what arrives within half a second, and notice who died."""
-        source: Any = self._session if self._connection is None else self._connection
-        if wait([source], timeout=0.5):
-            if self._connection is None:
-                connection = self._session.accept()
-                self._connection = connection if self._session.greet(connection) else None
-                return
-            try:
-                message: Message = self._connection.recv()
-            except (EOFError, OSError):
-                self._died()
-            if message[0] == "refused":
-                raise PromptsError(message[1])
-            if message[0] == "failed":
-                raise RecordingError("\n".join(part for part in message[1:] if part))
-            self._inbox.append(message)
+    def require_alive(self, seconds: float = 0.0) -> None:
+        """Refuse to go on with a server that ended, or does so within so many seconds (HostError)."""
+        end = time.monotonic() + seconds
+        while self._process.poll() is None and time.monotonic() < end:
+            time.sleep(POLL_SECONDS)
         if self._process.poll() is not None:
             self._died()
 
+    def last_lines(self) -> str:
+        """The end of what the server printed."""
+        lines = self._log.read_text(encoding="utf-8", errors="replace").rstrip().splitlines()
+        return "\n".join(lines[-LOG_LINES:])
+
     def _died(self) -> NoReturn:
         raise HostError(
-            f"SGLang ended before the recording was done. Its last lines:\n{self.last_lines()}\n"
+            f"{self._title} ended before the recording was done. Its last lines:\n{self.last_lines()}\n"
             "If they speak of shapes or indices, `eagle-trace check DRAFT --target TARGET` names what is wrong there"
         )
 
-    def _take_down(self) -> None:
-        """End the engine and everything it started; SGLang's own children may outlive it otherwise."""
+    def _take_down(self, *, gently: bool) -> None:
+        """End the server and everything it started; its own children may outlive it otherwise."""
         tree: list[psutil.Process] = []
         with contextlib.suppress(psutil.NoSuchProcess):
             tree = psutil.Process(self._process.pid).children(recursive=True)
-        if self._stopping:
+        if gently:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(STOP_SECONDS)
+                self._process.communicate(timeout=STOP_SECONDS)  # ends its input
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         for member in tree:
             with contextlib.suppress(psutil.NoSuchProcess):
                 member.kill()
-        self._process.wait()
+        self._process.communicate()
         psutil.wait_procs(tree, timeout=5)
+
+
+def _reserved() -> socket.socket:
+    """A socket bound to a port of 127.0.0.1 that a server may bind to as well, and nobody is given by chance."""
+    one = socket.socket()
+    one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    one.bind(("127.0.0.1", 0))
+    return one

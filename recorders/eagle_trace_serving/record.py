@@ -1,4 +1,4 @@
-"""`eagle-trace record --mode serve`: start SGLang or attach to one, and keep what its draft computes."""
+"""`eagle-trace record --mode serve`: start a server or attach to one, and keep what its draft computes."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ from eagle_trace.selection import EVERYTHING, Selection, parse_bytes, select_pro
 from eagle_trace.store import FOLDER_MODE, Place, is_url, reason
 from eagle_trace.writer import check_output, prepare_output, remove_empty
 from eagle_trace_serving.admission import DEFAULT_REQUESTS, Admission
+from eagle_trace_serving.environment import OUT
+from eagle_trace_serving.host import ServerOptions, ServingHost
 from eagle_trace_serving.orders import Order
 from eagle_trace_serving.requests import Request
-from eagle_trace_sglang.plugin import OUT
 
 Progress = Callable[[str], None]
 
@@ -32,6 +33,7 @@ def record(
     draft: Path,
     prompts: Path,
     out: Place,
+    host: ServingHost | None = None,
     steps: int = 3,
     topk: int = 1,
     draft_tokens: int | None = None,
@@ -49,13 +51,14 @@ def record(
     argv: Sequence[str] = (),
     progress: Progress = lambda _: None,
 ) -> Place:
-    """Start SGLang, record the serving forward and return the sealed trace's folder.
+    """Start a server, record the serving forward and return the sealed trace's folder.
 
     Args:
         target: target checkpoint, Hugging Face format.
-        draft: draft checkpoint as SGLang loads it.
+        draft: draft checkpoint as the server loads it.
         prompts: prompts file.
         out: folder of the trace, or its URL.
+        host: the server's program; by default the one that is installed.
         steps: draft steps a round.
         topk: branches of the draft tree; 1 is a chain.
         draft_tokens: tokens verified at once; by default steps + 1 for a chain, 8 for a tree.
@@ -67,7 +70,7 @@ def record(
         level: how much to keep of each row.
         max_bytes: stop recording, not the server, after so many bytes.
         selection: which sites and rows to keep.
-        keep_cuda_graphs: let SGLang use its CUDA graphs, and record at their boundaries only.
+        keep_cuda_graphs: let the server use its CUDA graphs, and record at their boundaries only.
         force: replace a trace at `out`.
         host_args: the server's own arguments; they win over ours.
         argv: the command line, for the manifest.
@@ -76,18 +79,21 @@ def record(
     Raises:
         CheckpointError, PromptsError, UsageError: the input does not make sense.
         OutputExistsError: `out` is taken.
-        HostError: SGLang did not start, or died.
+        HostError: the server did not start, or died.
         RecordingError: the recording failed.
     """
-    from eagle_trace_serving.server import Server, ServerOptions
+    from eagle_trace_serving.server import Server
 
+    host = host or find_host("server")
     options = ServerOptions(
         target, draft, steps, topk, draft_tokens, dtype, device, tuple(host_args), keep_cuda_graphs=keep_cuda_graphs
     )
     request = _request(prompts, selection, max_new_tokens, batch_size, temperature)
     options.check()
+    host.check(options)
     check_output(out, force=force)
-    with _no_empty_folder(out), Server(options, progress) as server:
+    texts = any(prompt.input_ids is None for prompt in request.prompts)
+    with _no_empty_folder(out), Server(options, progress, host, texts=texts) as server:
         # only now: an old trace is not given up for a server that never starts
         prepare_output(out, force=force)
         server.record(
@@ -125,7 +131,7 @@ def attach(
     progress: Progress = lambda _: None,
     **options: Any,
 ) -> Place:
-    """Record in an SGLang server that runs already, and return where the trace is.
+    """Record in a server that runs already, and return where the trace is.
 
     That is `out`, to which the trace is fetched, or the place where the server keeps it if that is not a folder of its
     machine. Such a place is what the server says; nobody opened it.
@@ -152,10 +158,10 @@ def attach(
         HostError: the server cannot be reached, or was not armed.
         RecordingError: the recording failed.
     """
-    from eagle_trace_serving.remote import Remote, record_attached
+    from eagle_trace_serving.client import record_attached
+    from eagle_trace_serving.remote import Remote
 
-    if host is not None:
-        find_host("server", host, program=False)
+    known = None if host is None else find_host("server", host, program=False)
     request = None
     if prompts is not None:
         request = _request(prompts, selection, max_new_tokens, batch_size, temperature)
@@ -177,7 +183,7 @@ def attach(
     place = Path(out).resolve()
     with _hidden_beside(place) as folder:
         body = options | selection.to_text() | {"seconds": seconds}
-        remote, recorded = record_attached(remote, folder, request=request, options=body, progress=progress)
+        remote, recorded = record_attached(remote, folder, host=known, request=request, options=body, progress=progress)
         if recorded.url is None:
             ended = recorded.ended
             _require(
@@ -250,4 +256,4 @@ def _require(prompts: int, rows: int, stopped: str, place: str, selected: bool) 
     if not rows and selected:
         raise RecordingError(f"{place} holds no rows: --roots and --only-steps left none of what was computed")
     if not rows:
-        raise HostError(f"SGLang answered, but its draft was never run: {place} holds no rows; is speculation on?")
+        raise HostError(f"the server answered, but its draft was never run: {place} holds no rows; is speculation on?")

@@ -1,12 +1,12 @@
-"""The recorder inside SGLang's scheduler process: hangs its hooks when it is ordered to, and takes them off again.
+"""The recorder where the draft runs: hangs its hooks when it is ordered to, and takes them off again.
 
-The scheduler's thread runs the hooks; a second thread takes orders from SGLang's main process. Beginning, sealing and
-sending have threads of their own, so that neither of the two ever waits for a disk or for another process.
+The scheduler's thread runs the hooks; a second thread takes orders from the server's main process. Beginning, sealing
+and sending have threads of their own, so that neither of the two ever waits for a disk or for another process.
 
 Under tensor parallelism each rank has one of these. All are given the same orders and see the same calls, so their rows
 are the same without a word between them.
 
-Whatever goes wrong here ends the recording, is reported, and never reaches SGLang.
+Whatever goes wrong here ends the recording, is reported, and never reaches the server.
 """
 
 from __future__ import annotations
@@ -16,41 +16,28 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.metadata import version
 from multiprocessing.connection import Connection
 from multiprocessing.util import Finalize
-from pathlib import Path
 from typing import Any
 
 from eagle_trace.errors import EagleTraceError
 from eagle_trace.manifest import Manifest
 from eagle_trace.recording.hooks import Hooks
-from eagle_trace.recording.names import FUSED, canonical_name, fills
 from eagle_trace.store import as_place
 from eagle_trace.writer import TraceWriter
+from eagle_trace_serving.environment import SESSION
+from eagle_trace_serving.host import DraftWorker
 from eagle_trace_serving.orders import Order
 from eagle_trace_serving.recording import Recording
 from eagle_trace_serving.session import Outbox, connect, packed
-from eagle_trace_sglang.graphs import has_graphs, hook_graph_boundaries, run_eagerly
-from eagle_trace_sglang.layers import draft_layers
-from eagle_trace_sglang.params import checkpoint_names, loaded_params
-from eagle_trace_sglang.plugin import SESSION
-from eagle_trace_sglang.ranks import draft_place, replicas
-from eagle_trace_sglang.releases import check_release
-from eagle_trace_sglang.sites import hook_draft, partial_sums, tell_missing
 
-EAGER = (
-    "the draft ran eagerly while recording, its CUDA graphs put aside: Python hooks do not run inside a replayed graph"
-)
-KEPT_GRAPHS = (
-    "CUDA graphs were kept: of the draft's extend only what enters and leaves its graph was recorded, of the draft's "
-    "steps only the tokens"
-)
 #: how long a rank that is behind may take to record what rank 0 has recorded
 CATCH_UP_SECONDS = 30.0
 #: how long a process that ends may take to seal: of the 5 s that are promised, the rest is for all else
 LEAVE_SECONDS = 3.0
-PACKAGES = ("sglang", "torch", "transformers", "numpy", "eagle-trace")
+
+#: passes an event to the recording that is going on, if there is one, such that an error ends it and not the server
+Tell = Callable[[Callable[[Any], None]], None]
 
 
 @dataclass
@@ -63,13 +50,10 @@ class _Active:
 
 
 class ServeRecorder:
-    """Records the draft worker it is attached to, one recording after the other."""
+    """Records the draft it is attached to, one recording after the other."""
 
-    def __init__(self, worker: Any, connection: Connection) -> None:
-        self._worker = worker
-        self._model = worker.draft_runner.model
-        self._target_width = int(worker.target_worker.model_config.hidden_size)
-        self._rank, self._ranks = draft_place(self._model)
+    def __init__(self, draft: DraftWorker, connection: Connection) -> None:
+        self._draft = draft
         self._connection = connection
         self._outbox = Outbox(connection)
         # held for moments: by whoever takes the recording that is going on, or puts it there
@@ -83,68 +67,45 @@ class ServeRecorder:
         self._loaded: list[dict[str, Any]] | None = None
 
     @classmethod
-    def attach(cls, worker: Any) -> ServeRecorder:
-        """Connect to SGLang's main process, report what was found, and wait for orders in a thread of its own."""
+    def attach(cls, draft: DraftWorker) -> ServeRecorder:
+        """Connect to the server's main process, report what was found, and wait for orders in a thread of its own."""
         import pandas  # noqa: F401 (pyarrow imports it with its first array: not while the first recording runs)
 
         connection = connect("recorder", SESSION)
         if connection is None:
             raise RuntimeError("armed without a session")
-        recorder = cls(worker, connection)
-        recorder._say("armed", recorder.facts())
+        recorder = cls(draft, connection)
+        recorder._say("armed", draft.facts())
         # processes that multiprocessing starts run these and no atexit functions
         Finalize(None, recorder._leave, exitpriority=10)
         threading.Thread(target=recorder._obey, name="eagle-trace-orders", daemon=True).start()
         return recorder
 
-    def facts(self) -> dict[str, Any]:
-        """What the manifest says of the server, and only this process knows."""
-        from sglang.srt.runtime_context import get_memory, get_spec
-
-        runner, target = self._worker.draft_runner, self._worker.target_worker.model_runner
-        mlp = getattr(draft_layers(self._model)[0][1], "mlp", None)
-        stored = checkpoint_names(Path(runner.model_config.model_path))
-        known = {canonical_name(name) for name, _ in self._model.named_parameters()}
-        for whole, parts in FUSED.items():
-            known |= {name.replace(whole, part) for name in known if whole in name for part in parts}
-        known |= {"d2t", "t2d"}
-        return {
-            "packages": {name: version(name) for name in PACKAGES},
-            "target": str(target.model_config.model_path),
-            "draft": str(runner.model_config.model_path),
-            "device": str(self._worker.device),
-            "dtype": str(runner.dtype).removeprefix("torch."),
-            "architecture": type(self._model).__name__,
-            "algorithm": str(get_spec().speculative_algorithm),
-            "steps": int(self._worker.speculative_num_steps),
-            "topk": int(self._worker.topk),
-            "draft_tokens": int(self._worker.speculative_num_draft_tokens),
-            "vocab_size": int(target.model_config.vocab_size),
-            "context_length": int(target.model_config.context_len),
-            "prefix_cache": not get_memory().disable_radix_cache,
-            "rank": self._rank,
-            "ranks": self._ranks,
-            "replicas": replicas(self._worker.server_args),
-            "partial_sums": partial_sums(self._model),
-            "dropped_keys": sorted(stored[name] for name in set(stored) - known),
-            "target_hidden_size": self._target_width,
-            "warnings": check_release(str(self._worker.device)),
-            "fused_mlp": getattr(getattr(mlp, "dual_gemm", None), "mode", None) is not None,
-        }
-
     # ---- what the scheduler does, told by the plugin's hooks --------------------------------------------------
 
     def arrived(self, request: Any) -> None:
         """A request was queued."""
-        self._guarded(lambda recording: recording.arrived(request))
+        self.tell(lambda recording: recording.arrived(request))
 
     def ended(self, request: Any) -> None:
         """A request was answered or aborted; with the last one the hooks come off."""
-        self._guarded(lambda recording: recording.ended(request))
+        self.tell(lambda recording: recording.ended(request))
 
-    def verified(self, result: Any, batch: Any) -> None:
-        """A verify round is over."""
-        self._guarded(lambda recording: recording.verified(result, batch))
+    def tell(self, event: Callable[[Any], None]) -> None:
+        """Pass an event to the recording that is going on, if there is one; an error ends it and not the server."""
+        active = self._active
+        if active is None:
+            return
+        try:
+            event(active.recording)
+        except Exception as error:  # noqa: BLE001 (reported, never raised into the host)
+            self._fail(active, error)
+
+    def fail(self, error: BaseException) -> None:
+        """What told this recorder of the server went wrong: end the recording that is going on."""
+        active = self._active
+        if active is not None:
+            self._fail(active, error)
 
     def between_batches(self) -> None:
         """No forward is running: take the hooks off if nothing is left to record."""
@@ -157,7 +118,7 @@ class ServeRecorder:
     # ---- orders -----------------------------------------------------------------------------------------------
 
     def _obey(self) -> None:
-        """Take orders until SGLang's main process is gone; none of them is carried out in this thread."""
+        """Take orders until the server's main process is gone; none of them is carried out in this thread."""
         while True:
             try:
                 name, number, *arguments = self._connection.recv()
@@ -188,21 +149,15 @@ class ServeRecorder:
         threading.Thread(target=obey, name=f"eagle-trace{order.__name__}", daemon=True).start()
 
     def _begin(self, number: int, order: Order, manifest: Manifest) -> None:
-        manifest.rank = manifest.tp_rank = self._rank
-        manifest.ranks = self._ranks
+        manifest.rank = manifest.tp_rank = self._draft.rank
+        manifest.ranks = self._draft.ranks
         writer = TraceWriter(as_place(order.out), manifest, max_bytes=order.max_bytes, max_wait=order.max_wait)
         hooks = Hooks()
         try:
             for row in self._params():
                 writer.put_record("params", row)
-            recording = Recording(order, writer, self._model, self._target_width, self._worker.hot_token_id)
-            if has_graphs(self._worker):
-                manifest.changes.append(KEPT_GRAPHS if order.keep_cuda_graphs else EAGER)
-            if order.keep_cuda_graphs:
-                hook_graph_boundaries(hooks, self._worker, self._guarded)
-            else:
-                run_eagerly(hooks, self._worker)
-            self._hang(recording, hooks)
+            recording = self._draft.recording(order, writer)
+            self._draft.hang(hooks, self.tell, order, manifest)
         except Exception as error:
             hooks.remove()
             writer.abort(error)
@@ -218,34 +173,11 @@ class ServeRecorder:
             hooks.remove()
             self._seal(active, *called_off)
 
-    def _hang(self, recording: Recording, hooks: Hooks) -> None:
-        def opened(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            batch = kwargs["forward_batch"] if "forward_batch" in kwargs else args[2]
-            self._guarded(lambda recording: recording.open_call(batch))
-
-        def captured(site: str, tensor: Any) -> None:
-            self._guarded(lambda recording: recording.capture(site, tensor))
-
-        hooks.before(self._model.model, opened)
-        tell_missing(recording.writer.manifest, hook_draft(hooks, self._model, captured))
-        hooks.after(self._model.logits_processor, lambda *_: self._guarded(lambda recording: recording.close_call()))
-        self._watch_branches(hooks)
-
     def _params(self) -> list[dict[str, Any]]:
         with self._reading:
             if self._loaded is None:  # read once: a server's weights stay what they are
-                stored = checkpoint_names(Path(self._worker.draft_runner.model_config.model_path))
-                filled = {parameter for name in stored.values() for parameter in fills(name)}
-                self._loaded = list(loaded_params(self._model, self._worker.hot_token_id, filled))
+                self._loaded = list(self._draft.params())
             return self._loaded
-
-    def _watch_branches(self, hooks: Hooks) -> None:
-        from sglang.srt.speculative import eagle_worker_v2
-
-        def chosen(result: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
-            self._guarded(lambda recording: recording.chosen(result[0], result[3], int(args[0]), int(args[5])))
-
-        hooks.wrap(eagle_worker_v2, "select_top_k_tokens", chosen)
 
     def _finish(self, number: int, settings: dict[str, Any], stopped: str | None) -> None:
         with self._turn:
@@ -262,11 +194,11 @@ class ServeRecorder:
     def _catch_up(self, recording: Recording) -> None:
         """Wait until this rank has come as far as rank 0, whose answers come before other ranks are done."""
         deadline = time.monotonic() + CATCH_UP_SECONDS
-        while self._rank and not recording.done and time.monotonic() < deadline:
+        while self._draft.rank and not recording.done and time.monotonic() < deadline:
             time.sleep(0.01)
 
     def _leave(self) -> None:
-        """This process ends, or SGLang's main process did: seal in a few seconds what there is."""
+        """This process ends, or the server's main process did: seal in a few seconds what there is."""
         deadline = time.monotonic() + LEAVE_SECONDS
         active = self._active
         if active is not None:
@@ -310,16 +242,6 @@ class ServeRecorder:
                 target=active.recording.abort, args=(error,), name="eagle-trace-abort", daemon=True
             ).start()
             self._say_failed(active.number, error, active.recording.writer.waited)
-
-    def _guarded(self, event: Callable[[Recording], None]) -> None:
-        """Tell the recording, if there is one, such that an error ends it and not the host's forward."""
-        active = self._active
-        if active is None:
-            return
-        try:
-            event(active.recording)
-        except Exception as error:  # noqa: BLE001 (reported, never raised into the host)
-            self._fail(active, error)
 
     def _say_failed(self, number: int | None, error: BaseException, waited: float = 0.0) -> None:
         self._say("failed", number, *_words(error), waited)

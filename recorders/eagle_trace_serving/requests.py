@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from eagle_trace.errors import UsageError
 from eagle_trace.prompts import Prompt
 from eagle_trace_serving.admission import Admission
-
-#: counts that are kept of an answer: more than any SGLang has
-MOST_COUNTS, LONGEST_COUNT = 32, 64
 
 
 @dataclass(frozen=True)
@@ -51,31 +48,24 @@ class Request:
         return Admission({rid: (number, keys[number]) for number, rid in enumerate(self.rids)})
 
     @property
-    def sampling(self) -> dict[str, Any]:
-        """SGLang's sampling parameters."""
-        return {"temperature": self.temperature, "max_new_tokens": self.max_new_tokens}
-
-    @property
     def settings(self) -> dict[str, Any]:
         """What a manifest says was asked for."""
         names = ("max_new_tokens", "batch_size", "temperature")
         return {name: getattr(self, name) for name in names}
 
 
-@dataclass
-class Answers:
-    """What the server answered, by request id; `speculation` is its own count of rounds and accepted tokens."""
+@dataclass(frozen=True)
+class Answer:
+    """What a server answered to one prompt, as far as it says it; `speculation` is its own count of rounds and such."""
 
-    output_ids: dict[str, list[int]] = field(default_factory=dict)
-    texts: dict[str, str] = field(default_factory=dict)
-    speculation: dict[str, dict[str, float]] = field(default_factory=dict)
-
-
-def speculation(meta_info: dict[str, Any]) -> dict[str, float]:
-    """SGLang's counts of speculative decoding, of everything it says about an answer."""
-    counts = {name: value for name, value in meta_info.items() if name.startswith("spec_") and _is_number(value)}
-    return {name: counts[name] for name in sorted(counts)[:MOST_COUNTS] if len(name) <= LONGEST_COUNT}
+    output_ids: Sequence[int] = ()
+    text: str = ""
+    speculation: Mapping[str, float] = field(default_factory=dict)
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e15
+Answers = dict[str, Answer]
+
+
+def counts_of(answers: Answers) -> dict[str, dict[str, float]]:
+    """The server's own counts of each request that it told some of, as a manifest has them."""
+    return {rid: dict(answer.speculation) for rid, answer in answers.items() if answer.speculation}

@@ -1,4 +1,4 @@
-"""HTTP routes that an armed SGLang server has beside its own, under ``/eagle_trace``.
+"""HTTP routes that an armed server has beside its own, under ``/eagle_trace``.
 
 - ``GET /eagle_trace``: what is going on; renews the lease of whoever started it.
 - ``POST /eagle_trace/start``: begin to record; the body names what (`bodies.StartBody`), ``{}`` for all requests to
@@ -35,9 +35,20 @@ from eagle_trace.store import as_place, is_url, join, open_store, reason
 from eagle_trace_serving.access import DeniedError, Keys, Pace, Tokens
 from eagle_trace_serving.answers import NAME
 from eagle_trace_serving.archive import pack
-from eagle_trace_serving.bodies import BodyError, FinishBody, Reader, StartBody, parse_body
+from eagle_trace_serving.bodies import (
+    MOST_BYTES,
+    MOST_OWN,
+    MOST_VALUES,
+    BodyError,
+    FinishBody,
+    OwnFinishBody,
+    OwnStartBody,
+    Reader,
+    StartBody,
+    parse_body,
+)
 from eagle_trace_serving.control import Control, next_place
-from eagle_trace_sglang.plugin import RECORD_OTHERS
+from eagle_trace_serving.environment import RECORD_OTHERS
 
 NO_TRACE = "this server has no such trace, or not for somebody without its token or the server's key"
 #: bodies that are read at once; starts and ends that are waited for, of them those of clients without a key; downloads
@@ -63,20 +74,22 @@ class _Download(StreamingResponse):
 
 
 class Routes:
-    """What the routes do. Nothing here runs in SGLang's event loop for longer than it takes to look something up.
+    """What the routes do. Nothing here runs in the server's event loop for longer than it takes to look something up.
 
     Args:
         control: starts and ends recordings.
         folder: traces go below it.
         keys: who may do everything.
         ceiling: bytes of one recording.
+        own: `record` started this server, and whoever has its key may also do what only `record` may (`bodies`).
     """
 
-    def __init__(self, control: Control, folder: str, keys: Keys, ceiling: int) -> None:
+    def __init__(self, control: Control, folder: str, keys: Keys, ceiling: int, *, own: bool = False) -> None:
         self._control = control
         self._folder = folder
         self._keys = keys
         self._ceiling = ceiling
+        self._own = own
         self._tokens = Tokens()
         self._pace = Pace()
         self._reader = Reader(MOST_READ)
@@ -105,18 +118,18 @@ class Routes:
                     f"--admin-api-key, or, where everybody who reaches it may see everything, with {RECORD_OTHERS}=1",
                     403,
                 )
-            place = next_place(self._folder)
-            order = body.order(place, self._ceiling, stranger=stranger)
+            order = body.order(next_place(self._folder), self._ceiling, stranger=stranger)
             if stranger:
                 if self._control.recording_into is not None:
                     raise UsageError("another recording is going on: ask again when the state is ready")
                 self._pace.take()
                 within(FOLDER_SECONDS, lambda: self._tokens.make_room(self._is_there), "the folder of the traces")
             self._control.start(order)
-            token = self._tokens.issue(_name(place), stranger=stranger)
-            return self._control.status() | {"out": place, "token": token}
+            token = self._tokens.issue(_name(order.out), stranger=stranger)
+            return self._control.status() | {"out": order.out, "token": token}
 
-        return JSONResponse(await self._with_body(request, StartBody, begin, stranger=stranger))
+        kind = OwnStartBody if self._own and not stranger else StartBody
+        return JSONResponse(await self._with_body(request, kind, begin, stranger=stranger))
 
     async def finish(self, request: Request) -> JSONResponse:
         """End the recording that is going on, if it is that of whoever asks, and say how it went."""
@@ -131,7 +144,8 @@ class Routes:
                 self._control.finish(body.settings.said(), body.stopped, only=going_on)
             return self._told(mine)
 
-        return JSONResponse(await self._with_body(request, FinishBody, end, stranger=not everything))
+        kind = OwnFinishBody if self._own and everything else FinishBody
+        return JSONResponse(await self._with_body(request, kind, end, stranger=not everything))
 
     async def download(self, request: Request, name: str) -> StreamingResponse:
         """A trace as a tar stream of known length."""
@@ -213,14 +227,15 @@ class Routes:
     async def _with_body(
         self, request: Request, kind: Any, act: Callable[[Any], dict[str, Any]], *, stranger: bool
     ) -> dict[str, Any]:
-        data = await self._reader.read(request)
+        limits = (MOST_OWN, MOST_OWN) if self._own and not stranger else (MOST_BYTES, MOST_VALUES)
+        data = await self._reader.read(request, limits[0])
         most = MOST_OF_STRANGERS if stranger else MOST_AT_ONCE
         if self._at_once >= most:
             raise BodyError(f"{most} requests are being worked on already: ask again", 429)
         self._at_once += 1
         try:
             # a recording takes its time to begin and to end: whoever only looks something up does not wait for it
-            return await self._work(lambda: act(parse_body(data, kind)), _waiters())
+            return await self._work(lambda: act(parse_body(data, kind, limits[1])), _waiters())
         finally:
             self._at_once -= 1
 
@@ -229,7 +244,7 @@ class Routes:
         return await self._work(lambda: within(FOLDER_SECONDS, act, name))
 
     async def _work(self, act: Callable[[], Any], limiter: anyio.CapacityLimiter | None = None) -> Any:
-        """Do what may wait in a thread of our own few: SGLang's must not run out of them."""
+        """Do what may wait in a thread of our own few: the server's must not run out of them."""
         return await anyio.to_thread.run_sync(act, limiter=limiter or _workers())
 
 
@@ -243,12 +258,8 @@ def _workers() -> anyio.CapacityLimiter:
     return anyio.CapacityLimiter(WORKERS)
 
 
-def add_routes(app: FastAPI, control: Control, folder: str, keys: Keys, ceiling: int) -> None:
-    """Hang the routes into SGLang's `app`, before it adds the middleware that asks for keys."""
-    from sglang.srt.utils.auth import AuthLevel, auth_level
-
-    routes = Routes(control, folder, keys, ceiling)
-    # SGLang finds the level on the endpoint of a route of the app itself, and not below a router
+def add_routes(app: FastAPI, routes: Routes, guard: Callable[[Any], Any]) -> None:
+    """Hang `routes` into a server's `app`, each endpoint passed through `guard`, before middleware asks for keys."""
     for method, path, act in (
         ("GET", "", routes.status),
         ("POST", "/start", routes.start),
@@ -256,9 +267,12 @@ def add_routes(app: FastAPI, control: Control, folder: str, keys: Keys, ceiling:
         ("GET", "/traces/{name}", routes.download),
         ("DELETE", "/traces/{name}", routes.remove),
     ):
-        endpoint = auth_level(AuthLevel.ADMIN_OPTIONAL)(_answering(act))
         app.add_api_route(
-            f"/eagle_trace{path}", endpoint, methods=[method], response_model=None, include_in_schema=False
+            f"/eagle_trace{path}",
+            guard(_answering(act)),
+            methods=[method],
+            response_model=None,
+            include_in_schema=False,
         )
 
 

@@ -1,4 +1,4 @@
-"""What SGLang's main process keeps of one recording, and of the recorder in each scheduler process."""
+"""What a server's main process keeps of one recording, and of the recorder in each process that runs the draft."""
 
 from __future__ import annotations
 
@@ -6,17 +6,18 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
+from eagle_trace_serving.host import Facts
 from eagle_trace_serving.orders import Order
 from eagle_trace_serving.session import Outbox
 
 
 class Rank:
-    """The recorder in one scheduler process."""
+    """The recorder in one process that runs the draft."""
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
         self.outbox = Outbox(connection)
-        self.facts: dict[str, Any] = {}
+        self.facts: Facts | None = None
         #: what it said of the recording that is going on
         self.said: dict[str, tuple[Any, ...]] = {}
         #: it was asked for its counts and has not answered yet

@@ -1,4 +1,8 @@
-"""SGLang with a recorder inside: started once, asked as often as one likes, recorded or not."""
+"""A server with a recorder inside, of our own: started once, asked as often as one likes, recorded or not.
+
+It is armed as one that its user started, and told over the same HTTP routes what to record; only that `record` alone
+has its key, and may therefore say where the trace goes (`bodies.OwnStartBody`).
+"""
 
 from __future__ import annotations
 
@@ -6,74 +10,32 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
-from eagle_trace.errors import PromptsError, UsageError
-from eagle_trace.manifest import without_secrets
-from eagle_trace.prompts import check_tokens
+from eagle_trace.checkpoints import read_config
+from eagle_trace.errors import HostError, PromptsError, RecordingError
+from eagle_trace.prompts import check_tokens, tokenize
+from eagle_trace.recording.hosts import find_host
 from eagle_trace.selection import EVERYTHING, Selection
 from eagle_trace.store import Place
-from eagle_trace_serving.orders import Order
-from eagle_trace_serving.process import Host
-from eagle_trace_serving.requests import Answers, Request
-from eagle_trace_sglang.deployment import (
-    check_deployment,
-    check_parallelism,
-    server_arguments,
-    tensor_parallel_size,
-)
-from eagle_trace_sglang.releases import check_release, installed
-from eagle_trace_sglang.targets import check_classes
+from eagle_trace_serving.client import Question, ask_all, begun
+from eagle_trace_serving.control import ARM_SECONDS, silent_recorder
+from eagle_trace_serving.exchange import LONGEST_SECONDS
+from eagle_trace_serving.host import ServerOptions, ServingHost
+from eagle_trace_serving.process import DEATH_SECONDS, ServerProcess
+from eagle_trace_serving.remote import Remote, UnarmedError
+from eagle_trace_serving.requests import Answers, Request, counts_of
 
-DTYPES = ("auto", "float32", "float16", "bfloat16")
-DEVICES = ("auto", "cpu", "cuda")
+#: how often a server that starts is asked whether it is up
+POLL_SECONDS = 0.2
+#: how often it is asked whether it still records, while it answers
+WATCH_SECONDS = 1.0
 
 Progress = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class ServerOptions:
-    """What SGLang is started with; see `eagle_trace_serving.record.record` for the meaning of each.
-
-    `cache_tokens` is the room in the key/value cache on CPU, where SGLang cannot work it out.
-    """
-
-    target: Path
-    draft: Path
-    steps: int = 3
-    topk: int = 1
-    draft_tokens: int | None = None
-    dtype: str = "auto"
-    device: str = "auto"
-    host_args: tuple[str, ...] = ()
-    cache_tokens: int = 16384
-    keep_cuda_graphs: bool = False
-
-    @property
-    def verified_tokens(self) -> int:
-        """Tokens verified at once: a chain's steps and the token before them, or 8 of a tree."""
-        if self.draft_tokens is not None:
-            return self.draft_tokens
-        return self.steps + 1 if self.topk == 1 else 8
-
-    def check(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Refuse what cannot work, before anything starts; returns the configs of target and draft.
-
-        Raises:
-            UsageError: an option makes no sense.
-            CheckpointError: SGLang cannot load the pair.
-        """
-        for name, allowed in (("dtype", DTYPES), ("device", DEVICES)):
-            if getattr(self, name) not in allowed:
-                raise UsageError(f"--{name} must be one of {', '.join(allowed)}, not {getattr(self, name)!r}")
-        for name in ("steps", "topk", "verified_tokens"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(self, name)}")
-        check_parallelism(self.host_args)
-        return check_deployment(self.target, self.draft)
 
 
 @cache
@@ -84,51 +46,58 @@ def has_cuda() -> bool:
 
 
 class Server:
-    """A running SGLang. A context manager: on leaving, every process of it is gone."""
+    """A running server. A context manager: on leaving, every process of it is gone.
 
-    def __init__(self, options: ServerOptions, progress: Progress = lambda _: None) -> None:
-        installed()
-        target_config, draft_config = options.check()
+    Args:
+        options: what it is started with.
+        progress: told what is going on.
+        host: the server's program; by default the one that is installed.
+        texts: whether it will be asked prompts that are not given as token ids.
+
+    Raises:
+        UsageError, CheckpointError: the options do not make sense.
+        HostError: the program cannot be recorded.
+    """
+
+    def __init__(
+        self,
+        options: ServerOptions,
+        progress: Progress = lambda _: None,
+        host: ServingHost | None = None,
+        *,
+        texts: bool = True,
+    ) -> None:
+        self._host: ServingHost = host or find_host("server")
+        options.check()
+        self._host.check(options)
         device = options.device if options.device != "auto" else ("cuda" if has_cuda() else "cpu")
-        check_release(device)
-        check_classes(target_config, draft_config, options.host_args)
-        arguments, changes = server_arguments(
-            target=options.target,
-            draft=options.draft,
-            steps=options.steps,
-            topk=options.topk,
-            draft_tokens=options.verified_tokens,
-            dtype=options.dtype,
-            device=device,
-            tokens=options.cache_tokens,
-            keep_cuda_graphs=options.keep_cuda_graphs,
-            extra=options.host_args,
-        )
-        self._options = options
+        self._options = replace(options, device=device)
         self._progress = progress
-        self._device = device
-        self._changes = tuple(changes)
-        self._target_config = target_config
-        progress("starting SGLang (this takes a while)")
-        self._host = Host(options.target, arguments, device, tensor_parallel_size(options.host_args))
+        self._target_config = read_config(options.target)
+        self._process = ServerProcess(
+            self._host.title, lambda address, environment: self._host.launch(self._options, address, environment)
+        )
+        progress(f"starting {self._host.title} (this takes a while)")
+        address = self._process.address
+        self._remote = Remote(address.url, address.key, LONGEST_SECONDS, address.key)
+        # loaded while the server starts
+        self._tokenizer: Future[Any] | None = begun(self._load_tokenizer) if texts else None
 
     def __enter__(self) -> Server:
-        self._host.__enter__()
+        self._process.__enter__()
         try:
-            self._host.receive("ready")
+            self._wait_until_ready()
         except BaseException as error:
-            self._host.__exit__(type(error), error, error.__traceback__)
+            self._process.__exit__(type(error), error, error.__traceback__)
             raise
         return self
 
     def __exit__(self, *error: object) -> None:
-        if error[0] is None:
-            self._host.stop()
-        self._host.__exit__(*error)
+        self._process.__exit__(*error)
 
     def answer(self, request: Request) -> Answers:
         """Answer without recording."""
-        return self._ask(request, self._tokens(request))
+        return self._ask(request, self._tokens(request), recording=False)
 
     def record(
         self,
@@ -143,47 +112,94 @@ class Server:
     ) -> Answers:
         """Answer, and leave a sealed trace in the empty folder `out`."""
         token_ids = self._tokens(request)
-        order = Order(
-            out=str(out),
-            admission=request.admission,
-            level=level,
-            max_bytes=max_bytes,
-            selection=selection,
-            alone=False,
-            keep_cuda_graphs=keep_cuda_graphs,
-            settings=request.settings | {"sglang_args": without_secrets(self._options.host_args), "seed": 0},
-            changes=self._changes,
-            argv=tuple(argv),
-        )
-        self._host.send("begin", order)
-        self._host.receive("recording")
-        self._progress(f"recording {len(request.prompts)} prompts")
-        answers = self._ask(request, token_ids)
-        self._host.send("finish", {"server_counts": answers.speculation})
-        self._host.receive("sealed")
+        launch = self._process.launch
+        body = selection.to_text() | {
+            "out": str(out),
+            "named": {rid: [number, request.prompts[number].key] for number, rid in enumerate(request.rids)},
+            "level": level,
+            "max_bytes": None if max_bytes is None else str(max_bytes),
+            "keep_cuda_graphs": keep_cuda_graphs,
+            "settings": request.settings,
+            "started": dict(launch.settings),
+            "changes": list(launch.changes),
+            "argv": list(argv),
+        }
+        with self._alive():
+            self._remote.start(body)
+            self._progress(f"recording {len(request.prompts)} prompts")
+            answers = self._ask(request, token_ids, recording=True)
+            ended = self._remote.finish({"server_counts": counts_of(answers)}, None).last
+            if ended.outcome != "sealed":
+                words = [f"the recording failed, {self._host.title} did not: {ended.why}", ended.detail]
+                raise RecordingError("\n".join(part for part in words if part))
         self._progress(f"sealed {out}")
         return answers
 
+    def _wait_until_ready(self) -> None:
+        """Wait until the recorder has reported (HostError if it never will)."""
+        deadline = None
+        while True:
+            self._process.require_alive()
+            try:
+                state = self._remote.status().state
+            except UnarmedError:
+                raise HostError(
+                    f"{self._host.title} started without the plugin `eagle_trace`: is eagle-trace installed beside "
+                    f"{self._host.title}, and does {self._host.title.upper()}_PLUGINS leave it out?"
+                ) from None
+            except HostError:
+                state = "silent"
+            if state == "ready":
+                return
+            if state == "starting":
+                deadline = deadline or time.monotonic() + ARM_SECONDS
+                if time.monotonic() > deadline:
+                    raise HostError(silent_recorder(self._host.title))
+            time.sleep(POLL_SECONDS)
+
+    @contextmanager
+    def _alive(self) -> Any:
+        """What goes wrong because the server died is told as its death."""
+        try:
+            yield
+        except (HostError, RecordingError, PromptsError):
+            self._process.require_alive(DEATH_SECONDS)
+            raise
+
+    def _load_tokenizer(self) -> Any:
+        from transformers import AutoTokenizer
+
+        try:
+            return AutoTokenizer.from_pretrained(
+                str(self._options.target), trust_remote_code=self._host.trusts_code(self._options)
+            )
+        except (OSError, ValueError):
+            return None  # prompts given as input_ids need none; others are refused with a clear word
+
     def _tokens(self, request: Request) -> list[list[int]]:
-        self._host.send("tokenize", [asdict(prompt) for prompt in request.prompts])
-        token_ids: list[list[int]] = self._host.receive("tokens")[0]
+        tokenizer = None if self._tokenizer is None else self._tokenizer.result()
+        token_ids = [tokenize(prompt, tokenizer) for prompt in request.prompts]
         for prompt, ids in zip(request.prompts, token_ids, strict=True):
             check_tokens(prompt.key, ids, self._target_config, request.max_new_tokens)
-        longest = max(len(ids) for ids in token_ids) + request.max_new_tokens
-        if self._device == "cpu" and longest > self._options.cache_tokens:
+        longest, room = max(len(ids) for ids in token_ids) + request.max_new_tokens, self._process.launch.room
+        if room is not None and longest > room:
             raise PromptsError(
-                f"a prompt and its answer need {longest} tokens, "
-                f"the cache on CPU has {self._options.cache_tokens}: shorten it"
+                f"a prompt and its answer need {longest} tokens, the cache on CPU has {room}: shorten it"
             )
         return token_ids
 
-    def _ask(self, request: Request, token_ids: list[list[int]]) -> Answers:
-        requests = list(zip(request.rids, token_ids, strict=True))
-        self._host.send("generate", requests, request.batch_size, request.sampling)
-        answers = Answers()
-        started = time.monotonic()
-        while (message := self._host.next())[0] != "answered":
-            _, rid, answers.output_ids[rid], answers.texts[rid], answers.speculation[rid] = message
-            seconds = time.monotonic() - started
-            self._progress(f"{len(answers.output_ids)} of {len(requests)} prompts answered, {seconds:.0f} s")
+    def _ask(self, request: Request, token_ids: Sequence[Sequence[int]], *, recording: bool) -> Answers:
+        """Ask `batch_size` prompts at a time, all of which reach the scheduler together."""
+        questions = []
+        for start in range(0, len(token_ids), request.batch_size):
+            rids = request.rids[start : start + request.batch_size]
+            ids = token_ids[start : start + request.batch_size]
+            questions.append(Question(tuple(rids), self._host.ask_all(rids, ids, request)))
+        with self._alive():
+            answers, unanswered = ask_all(
+                self._remote, self._host, questions, 1, self._progress,
+                renew_seconds=WATCH_SECONDS if recording else None,
+            )  # fmt: skip
+            if unanswered:
+                raise unanswered[0]
         return answers

@@ -1,8 +1,7 @@
 """How processes of one machine talk: a Unix socket, and one message at a time.
 
-`record` listens for the **engine** it started, which owns SGLang; SGLang's main process listens for the **recorder**
-in each scheduler process. A message is a tuple whose first element names it. A connection that ends is a process that
-died, so nobody waits for a host that is gone.
+A server's main process listens for the **recorder** in each process that runs the draft. A message is a tuple whose
+first element names it. A connection that ends is a process that died, so nobody waits for a host that is gone.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ def packed(message: Message) -> bytes:
         return bytes(ForkingPickler.dumps(message))
     except (pickle.PicklingError, RecursionError, TypeError, AttributeError, ValueError) as error:
         raise UsageError(
-            f"what was asked for cannot be handed to SGLang's processes ({type(error).__name__}): "
+            f"what was asked for cannot be handed to the processes that run the draft ({type(error).__name__}): "
             "are its settings nested too deeply?"
         ) from error
 

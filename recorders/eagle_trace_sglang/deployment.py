@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from eagle_trace.checkpoints import read_config, text_config
 from eagle_trace.errors import CheckpointError, UsageError
+from eagle_trace.manifest import without_secrets
+from eagle_trace_serving.host import Address, Launch, ServerOptions
+from eagle_trace_sglang.releases import check_release
+from eagle_trace_sglang.targets import check_classes
+from sglang_cpu_eagle import cpu_environment
 
 TENSOR_PARALLEL = ("--tp", "--tp-size", "--tensor-parallel-size")
 DATA_PARALLEL = ("--dp", "--dp-size", "--data-parallel-size", "--attn-dp-size")
@@ -75,6 +80,35 @@ def check_deployment(target: Path, draft: Path) -> tuple[dict[str, Any], dict[st
             "use the target this draft was trained for"
         )
     return target_config, draft_config
+
+
+def launch(options: ServerOptions, address: Address, environment: Mapping[str, str]) -> Launch:
+    """How SGLang is started for a recording; see `eagle_trace_serving.host.ServingHost.launch`."""
+    check_release(options.device)
+    check_classes(read_config(options.target), read_config(options.draft), options.host_args)
+    arguments, changes = server_arguments(
+        target=options.target,
+        draft=options.draft,
+        steps=options.steps,
+        topk=options.topk,
+        draft_tokens=options.verified_tokens,
+        dtype=options.dtype,
+        device=options.device,
+        tokens=options.cache_tokens,
+        keep_cuda_graphs=options.keep_cuda_graphs,
+        extra=options.host_args,
+    )
+    on_cpu = options.device == "cpu"
+    if on_cpu:
+        environment = cpu_environment(environment, ranks=tensor_parallel_size(options.host_args))
+    return Launch(
+        module="eagle_trace_sglang.launch",
+        job={"server_args": arguments, "port": address.port, "key": address.key},
+        environment=environment,
+        changes=changes,
+        settings={"sglang_args": without_secrets(options.host_args), "seed": 0},
+        room=options.cache_tokens if on_cpu else None,
+    )
 
 
 def server_arguments(

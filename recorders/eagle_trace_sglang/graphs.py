@@ -7,11 +7,10 @@ kept, what goes into and comes out of them is all there is to see.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from eagle_trace.recording.hooks import Hooks
-from eagle_trace_serving.recording import Recording
+from eagle_trace_serving.recorder import Tell
 
 #: where the draft worker and its model runner hold graph runners
 _RUNNERS = {
@@ -41,7 +40,7 @@ def run_eagerly(hooks: Hooks, worker: Any) -> None:
             hooks.replace(owner, name, None)
 
 
-def hook_graph_boundaries(hooks: Hooks, worker: Any, tell: Callable[[Callable[[Recording], None]], None]) -> None:
+def hook_graph_boundaries(hooks: Hooks, worker: Any, tell: Tell) -> None:
     """Record what enters and leaves the graph of the draft's extend: features in, carry and logits out.
 
     The graph of the draft steps returns tokens only; those are in rounds.parquet anyway.

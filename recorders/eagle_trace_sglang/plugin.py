@@ -11,13 +11,7 @@ import os
 import sys
 from typing import Any
 
-PREFIX = "EAGLE_TRACE_"
-#: where traces go: set by the user, or by `record` for the SGLang it starts
-OUT = "EAGLE_TRACE_OUT"
-#: without a key, let everybody who reaches the server record, fetch and remove everything
-RECORD_OTHERS = "EAGLE_TRACE_RECORD_OTHERS"
-#: where a scheduler process finds the main process
-SESSION = "EAGLE_TRACE_SESSION"
+from eagle_trace_serving.environment import OUT, SESSION
 
 SCHEDULER = "sglang.srt.managers.scheduler"
 WORKER = "sglang.srt.speculative.eagle_worker_v2"
@@ -36,27 +30,28 @@ def load() -> None:
     if started:
         _hook_scheduler()
     else:
-        from eagle_trace_serving import attached
+        from eagle_trace_sglang.arming import arm
 
-        attached.arm()
+        arm()
 
 
 def _hook_scheduler() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     from eagle_trace_serving.recorder import ServeRecorder
+    from eagle_trace_sglang.worker import SGLangDraft
 
     recorders: dict[int, ServeRecorder] = {}
 
     def worker_ready(_result: Any, worker: Any, *_args: Any, **_kwargs: Any) -> None:
         # the last thing that changes the draft's parameters (embedding, head, token map) has just happened
         if id(worker) not in recorders:
-            recorders[id(worker)] = ServeRecorder.attach(worker)
+            recorders[id(worker)] = ServeRecorder.attach(SGLangDraft(worker))
 
     def verified(result: Any, worker: Any, batch: Any, *_args: Any, **_kwargs: Any) -> None:
         recorder = recorders.get(id(worker._draft_worker))
         if recorder is not None:
-            recorder.verified(result, batch)
+            recorder.tell(lambda recording: recording.verified(result, batch))
 
     def arrived(_result: Any, _scheduler: Any, request: Any, is_retracted: bool = False, **_kwargs: Any) -> None:
         for recorder in recorders.values():

@@ -38,8 +38,9 @@ from eagle_trace.prompts import read_prompts
 from eagle_trace.reader import open_trace
 from eagle_trace.sketch import buckets, stored_dtype
 from eagle_trace_analysis.checkpoint.export import export
+from eagle_trace_serving.host import ServerOptions
 from eagle_trace_serving.requests import Request
-from eagle_trace_serving.server import Server, ServerOptions
+from eagle_trace_serving.server import Server
 from eagle_trace_sglang.deployment import server_arguments
 
 LEVELS = ("shapes", "stats", "sketch", "values")

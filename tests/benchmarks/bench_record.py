@@ -24,8 +24,9 @@ from eagle_trace.demo import models_dir, prompts_file
 from eagle_trace.prompts import read_prompts
 from eagle_trace.reader import open_trace
 from eagle_trace_analysis.checkpoint.export import export
+from eagle_trace_serving.host import ServerOptions
 from eagle_trace_serving.requests import Request
-from eagle_trace_serving.server import Server, ServerOptions
+from eagle_trace_serving.server import Server
 
 ROUNDS = 5
 LEVELS = ("off", "shapes", "stats", "sketch", "values")

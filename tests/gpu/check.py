@@ -27,9 +27,10 @@ from eagle_trace.reader import open_trace
 from eagle_trace_analysis import diff
 from eagle_trace_analysis.checkpoint.export import export
 from eagle_trace_analysis.diagnosis.diagnose import diagnosed
+from eagle_trace_serving.host import ServerOptions
 from eagle_trace_serving.record import record as record_serve
 from eagle_trace_serving.requests import Request
-from eagle_trace_serving.server import Server, ServerOptions, has_cuda
+from eagle_trace_serving.server import Server, has_cuda
 from eagle_trace_speculators.record import record as record_train
 from tests.support import faults
 

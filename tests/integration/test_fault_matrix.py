@@ -56,8 +56,9 @@ def engine(
 
     Its parameter, if there is one, are options of the server. Prompts come in chunks.
     """
+    from eagle_trace_serving.host import ServerOptions
     from eagle_trace_serving.requests import Request
-    from eagle_trace_serving.server import Server, ServerOptions
+    from eagle_trace_serving.server import Server
 
     file = folder / "fault-of-the-moment"
     file.write_text("")

@@ -312,7 +312,7 @@ FAILURES: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "in a site": lambda patch: patch.setattr(forward.Forward, "take", _raise),
     "in the thread that writes": lambda patch: patch.setattr(forward, "best_ids", _raise),
     "in the middle of the metrics": lambda patch: patch.setattr(live_batches.BatchTaker, "_keep_metrics", _raise),
-    "while hanging hooks": lambda patch: patch.setattr("eagle_trace_training.live.SiteTap", _raise),
+    "while hanging hooks": lambda patch: patch.setattr("eagle_trace_speculators.live.SiteTap", _raise),
     "on the disk": lambda patch: patch.setattr("eagle_trace.parts.PartStream._open", _raise),
 }
 

@@ -104,8 +104,9 @@ def test_parameters_are_found_in_the_checkpoint(serve: Make) -> None:
 def test_the_answers_are_the_same_with_and_without_recording(
     deployed: Path, four_prompts: Path, tmp_path: Path, warm: Warm
 ) -> None:
+    from eagle_trace_serving.host import ServerOptions
     from eagle_trace_serving.requests import Request
-    from eagle_trace_serving.server import Server, ServerOptions
+    from eagle_trace_serving.server import Server
 
     request = Request(read_prompts(four_prompts), max_new_tokens=24)
     with warm(), Server(ServerOptions(TARGET, deployed, dtype="float32")) as server:
@@ -129,8 +130,9 @@ def test_the_answers_are_the_same_with_and_without_recording(
 def test_a_byte_budget_stops_the_recording_and_not_the_server(
     deployed: Path, four_prompts: Path, tmp_path: Path, warm: Warm
 ) -> None:
+    from eagle_trace_serving.host import ServerOptions
     from eagle_trace_serving.requests import Request
-    from eagle_trace_serving.server import Server, ServerOptions
+    from eagle_trace_serving.server import Server
 
     request = Request(read_prompts(four_prompts), max_new_tokens=24)
     with warm(), Server(ServerOptions(TARGET, deployed, dtype="float32")) as server:

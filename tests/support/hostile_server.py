@@ -120,7 +120,9 @@ def good_answers(trace: Path) -> dict[str, Answer]:
     ready = {"state": "ready", "out": None, "last": last | {"out": place}}
     return {
         "GET /eagle_trace": says({"state": "ready"}),
-        "POST /eagle_trace/start": says({"state": "recording", "out": place, "token": TOKEN, "server": {}}),
+        "POST /eagle_trace/start": says(
+            {"host": "sglang", "state": "recording", "out": place, "token": TOKEN, "server": {}}
+        ),
         "POST /generate": says({"text": "", "meta_info": {"spec_verify_ct": 3}}),
         "POST /abort_request": says(b""),
         "POST /eagle_trace/finish": says(ready),

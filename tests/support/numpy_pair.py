@@ -58,6 +58,7 @@ class Doing:
         norm_residual, norm_output: the flags of the same name.
         before_fc: norms the features on their way into fc: (features, tensors, eps) -> features.
         pick: makes the features out of all hidden states [L + 2, T, G]; width G instead of n G skips fc.
+        summand: (hidden states, what was added last to each) -> what stands for the hidden states.
         window: tokens a row sees.
         stale: extends leave the slots of accepted tokens as the draft steps left them.
         prefix: (roots not computed, factor on their cached keys).
@@ -84,6 +85,7 @@ class Doing:
     norm_output: bool = False
     before_fc: Callable[[F64, Tensors, float], F64] | None = None
     pick: Callable[[F64], F64] = lambda states: np.concatenate([states[2], states[4], states[5]], axis=1)
+    summand: Callable[[F64, F64], F64] | None = None
     window: int | None = None
     stale: bool = False
     prefix: tuple[int, float] | None = None
@@ -321,9 +323,12 @@ def write_side(
     calls = 0
     for number, tokens in enumerate(texts):
         prompt_tokens = len(TEXTS[number % len(TEXTS)].encode())
-        states = target.hidden_states(texts[answer(number)])
+        states, branches = target.hidden_states(texts[answer(number)]), target.branches(texts[answer(number)])
+        if do.summand is not None:
+            states = do.summand(states, branches)
         # another prompt may be shorter: its last rows stand for those it lacks
-        states = states[:, np.minimum(np.arange(len(tokens)), states.shape[1] - 1)]
+        there = np.minimum(np.arange(len(tokens)), states.shape[1] - 1)
+        states, branches = states[:, there], branches[:, there]
         runner = Runner(do, tokens, states, dtype, rng)
         wanted: set[Key] = set()
         if side == "serve":
@@ -337,7 +342,7 @@ def write_side(
                 wanted = {(int(rows.root[row]), paths[row]) for row in here}
             train_prompt(runner, sorted(wanted), prompt_tokens)
             if layers:
-                _put_layers(writer, number, states, len(tokens) - 1)
+                _put_layers(writer, number, states, branches, len(tokens) - 1)
         for batch in runner.batches:
             _put_batch(writer, runner, batch, number, calls, wanted)
             calls += 1
@@ -355,12 +360,15 @@ def _param(name: str, tensor: Any, dtype: str, *, found: bool) -> dict[str, Any]
     return parameter_row(name, name, np.ascontiguousarray(held), in_checkpoint=found)
 
 
-def _put_layers(writer: TraceWriter, number: int, states: F64, count: int) -> None:
+def _put_layers(writer: TraceWriter, number: int, states: F64, branches: F64, count: int) -> None:
     channels = sample_channels(states.shape[2])
     for root in range(count):
         for layer in range(len(states)):
-            sample = states[layer, root, channels].astype(np.float32)
-            writer.put_record("layers", {"prompt_id": number, "root": root, "layer": layer, "sample": sample.tolist()})
+            sample, branch = (held[layer, root, channels].astype(np.float32) for held in (states, branches))
+            writer.put_record("layers", {
+                "prompt_id": number, "root": root, "layer": layer, "sample": sample.tolist(),
+                "branch": None if np.isnan(branch).any() else branch.tolist(),
+            })  # fmt: skip
 
 
 def _put_batch(writer: TraceWriter, runner: Runner, batch: Batch, number: int, call: int, wanted: set[Any]) -> None:

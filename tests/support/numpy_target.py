@@ -84,19 +84,27 @@ class Target:
             read_tensors(folder),
         )
         self.layers = int(self.config["num_hidden_layers"])
-        self._known: dict[tuple[int, ...], F64] = {}
+        self._known: dict[tuple[int, ...], tuple[F64, F64]] = {}
 
     def hidden_states(self, tokens: Sequence[int]) -> F64:
         """Inputs of every layer, the last one's output, and the same after the final norm [L + 2, T, G]."""
+        return self._both(tokens)[0]
+
+    def branches(self, tokens: Sequence[int]) -> F64:
+        """What the layer before added last to each of `hidden_states`, its MLP's output; NaN where there is none."""
+        return self._both(tokens)[1]
+
+    def _both(self, tokens: Sequence[int]) -> tuple[F64, F64]:
         if tuple(tokens) not in self._known:
             self._known[tuple(tokens)] = self._forward(tokens)
         return self._known[tuple(tokens)]
 
-    def _forward(self, tokens: Sequence[int]) -> F64:
+    def _forward(self, tokens: Sequence[int]) -> tuple[F64, F64]:
         config, eps = self.config, self.config["rms_norm_eps"]
         heads, kv_heads, size = (config[k] for k in ("num_attention_heads", "num_key_value_heads", "head_dim"))
         x = self.tensors["model.embed_tokens.weight"][list(tokens)]
-        states = [x]
+        states, none = [x], np.full_like(x, np.nan)
+        branches = [none]
         places = list(range(len(tokens)))
         for n in range(self.layers):
             w = {k.split(f"layers.{n}.")[1]: t for k, t in self.tensors.items() if f"layers.{n}." in k}
@@ -107,9 +115,12 @@ class Target:
             x = x + seen @ w["self_attn.o_proj.weight"].T
             h = rms(x, w["post_attention_layernorm.weight"], eps)
             gate = h @ w["mlp.gate_proj.weight"].T
-            x = x + (gate / (1 + np.exp(-gate)) * (h @ w["mlp.up_proj.weight"].T)) @ w["mlp.down_proj.weight"].T
+            branches.append(
+                (gate / (1 + np.exp(-gate)) * (h @ w["mlp.up_proj.weight"].T)) @ w["mlp.down_proj.weight"].T
+            )
+            x = x + branches[-1]
             states.append(x)
-        return np.stack([*states, rms(x, self.tensors["model.norm.weight"], eps)])
+        return np.stack([*states, rms(x, self.tensors["model.norm.weight"], eps)]), np.stack([*branches, none])
 
     @property
     def head(self) -> F64:

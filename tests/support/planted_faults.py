@@ -118,6 +118,18 @@ def faults() -> list[Planted]:
             train_write={"answer": lambda n: (n + 1) % 3},
         ),
         Planted(
+            "features-without-residual",
+            "features-without-residual",
+            "target.hidden.0",
+            serve={"summand": lambda _states, branches: branches},
+        ),
+        Planted(
+            "features-without-the-last-branch",
+            "features-without-residual",
+            "target.hidden.0",
+            serve={"summand": lambda states, branches: states - branches},
+        ),
+        Planted(
             "features-normed",
             "features-normed",
             "target.hidden.0",

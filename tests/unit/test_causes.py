@@ -24,6 +24,7 @@ IDS = {
     "features-permuted",
     "features-degenerate",
     "features-normed",
+    "features-without-residual",
     "target-differs",
     "tokens-differ",
     "input-shift",

@@ -15,16 +15,16 @@ import pytest
 from eagle_trace.errors import HostError, OutputExistsError, RecordingError, UsageError
 from eagle_trace_serving import control as module
 from eagle_trace_serving.control import Control
+from eagle_trace_serving.environment import SESSION
+from eagle_trace_serving.host import Facts
 from eagle_trace_serving.orders import Order
 from eagle_trace_serving.session import connect
-from eagle_trace_sglang.plugin import SESSION
+from eagle_trace_sglang.host import HOST
 
-FACTS = {
-    "packages": {}, "target": "org/target", "draft": "org/draft", "device": "cpu", "dtype": "float32",
-    "architecture": "x", "algorithm": "EAGLE3", "steps": 3, "topk": 1, "draft_tokens": 4, "prefix_cache": True,
-    "ranks": 1, "replicas": 1, "partial_sums": [], "dropped_keys": [], "target_hidden_size": 4, "fused_mlp": False,
-    "warnings": [], "missing": [],
-}  # fmt: skip
+FACTS = Facts(
+    host="sglang", packages={}, target="org/target", draft="org/draft", device="cpu", dtype="float32", architecture="x",
+    settings={"algorithm": "EAGLE3", "steps": 3, "topk": 1, "draft_tokens": 4, "prefix_cache": True},
+)  # fmt: skip
 
 
 class Rank:
@@ -47,7 +47,7 @@ class Rank:
         self.begins, self.dies, self.rows, self.deaf, self.stops = begins, dies, rows, deaf, stops
         self.orders: list[tuple[Any, ...]] = []
         self.number = 0
-        connection.send(("armed", FACTS | {"rank": rank, "ranks": ranks}))
+        connection.send(("armed", replace(FACTS, rank=rank, ranks=ranks)))
         threading.Thread(target=self._obey, daemon=True).start()
 
     def counts(self) -> dict[str, Any]:
@@ -95,7 +95,7 @@ class Rank:
 
 @pytest.fixture
 def control(monkeypatch: pytest.MonkeyPatch) -> Iterator[Control]:
-    made = Control()
+    made = Control(HOST)
     for name, value in made.environment.items():
         monkeypatch.setenv(name, value)
     yield made
@@ -315,7 +315,7 @@ def test_an_order_that_is_too_large_for_a_pipe_nobody_reads_keeps_nobody(
     monkeypatch.setattr(module, "BEGIN_SECONDS", 0.3)
     connection = connect("recorder", SESSION)
     assert connection is not None
-    connection.send(("armed", FACTS | {"rank": 0}))
+    connection.send(("armed", FACTS))
     settings = {str(number): "x" * 1000 for number in range(2000)}
     for number in range(3):
         started = time.monotonic()

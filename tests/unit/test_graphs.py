@@ -15,8 +15,8 @@ from eagle_trace.recording.hooks import Hooks
 from eagle_trace.writer import TraceWriter, prepare_output
 from eagle_trace_serving.admission import Admission
 from eagle_trace_serving.orders import Order
-from eagle_trace_serving.recording import Recording
 from eagle_trace_sglang.graphs import has_graphs, hook_graph_boundaries, run_eagerly
+from eagle_trace_sglang.recording import SGLangRecording
 
 torch = pytest.importorskip("torch")
 
@@ -83,7 +83,9 @@ def test_what_enters_and_leaves_a_kept_graph_is_recorded(tmp_path: Path) -> None
     out = tmp_path / "s.trace"
     prepare_output(out)
     order = Order(str(out), Admission(requests=2), keep_cuda_graphs=True)
-    recording = Recording(order, TraceWriter(out, Manifest("serve", "values", "sglang")), None, WIDTH, None)
+    recording = SGLangRecording(
+        order, TraceWriter(out, Manifest("serve", "values", "sglang")), lambda _site: None, WIDTH, None
+    )
     for rid in "ab":
         recording.arrived(
             SimpleNamespace(

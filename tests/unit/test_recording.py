@@ -14,7 +14,7 @@ from eagle_trace.manifest import Manifest
 from eagle_trace.writer import TraceWriter, prepare_output
 from eagle_trace_serving.admission import Admission
 from eagle_trace_serving.orders import Order
-from eagle_trace_serving.recording import Recording
+from eagle_trace_sglang.recording import SGLangRecording
 
 torch = pytest.importorskip("torch")
 
@@ -43,10 +43,10 @@ def prefill(lengths: dict[str, int], first: int = 0) -> Any:
     )
 
 
-def record(out: Path, level: str = "values", **admission: Any) -> Recording:
+def record(out: Path, level: str = "values", **admission: Any) -> SGLangRecording:
     prepare_output(out)
     order = Order(str(out), Admission(**admission), level)
-    return Recording(order, TraceWriter(out, Manifest("serve", level, "sglang")), None, WIDTH, None)
+    return SGLangRecording(order, TraceWriter(out, Manifest("serve", level, "sglang")), lambda _site: None, WIDTH, None)
 
 
 def test_logits_of_a_prefill_belong_to_last_rows_also_where_there_are_as_many_as_recorded_rows(tmp_path: Path) -> None:
@@ -82,3 +82,19 @@ def test_a_request_under_the_id_of_one_that_ended_is_another_one(tmp_path: Path)
     trace = open_trace(tmp_path / "s.trace")
     assert trace.rows.root.tolist() == [0, 1, 2]
     assert [list(ids) for ids in trace.prompts.token_ids] == [[1, 2, 3, 12]]
+
+
+def test_a_request_with_an_image_is_passed_over_and_counted(tmp_path: Path) -> None:
+    recording = record(tmp_path / "s.trace", requests=1, match="a*")
+    for rid in ("a1", "other"):
+        seen = request(rid)
+        seen.multimodal_inputs = SimpleNamespace(mm_items=["an image"])
+        recording.arrived(seen)
+    assert not recording.counts["requests"]
+    recording.arrived(request("a2"))
+    assert recording.counts["requests"] == 1, "one that was passed over takes nobody's place"
+    recording.seal({})
+
+    manifest = open_trace(tmp_path / "s.trace").manifest
+    (left_out,) = [one for one in manifest.not_materialised if "image" in one["rows"]]
+    assert left_out["rows"].startswith("1 requests that came with an image")

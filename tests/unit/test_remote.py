@@ -17,9 +17,12 @@ from typer.testing import CliRunner
 from eagle_trace.cli.main import app
 from eagle_trace.errors import EagleTraceError, HostError, RecordingError, UsageError
 from eagle_trace.prompts import Prompt
+from eagle_trace_serving.client import Question, ask_all
+from eagle_trace_serving.host import Ask
 from eagle_trace_serving.record import attach
-from eagle_trace_serving.remote import Remote, _ask
+from eagle_trace_serving.remote import Remote
 from eagle_trace_serving.requests import Request
+from eagle_trace_sglang.host import HOST
 
 READY = {"state": "ready", "last": {}, "server": {}}
 
@@ -137,14 +140,16 @@ def test_who_is_interrupted_does_not_wait_for_answers_nobody_will_read() -> None
     class Slow(Remote):
         """Answers the first prompt at once, and the others when they are given up."""
 
-        def generate(self, prompt: Prompt, rid: str, sampling: dict[str, Any]) -> dict[str, Any]:
-            if rid != "eagle-trace-0":
+        def ask(self, ask: Ask) -> Any:
+            if ask.body["rid"] != "eagle-trace-0":
                 assert given_up.wait(30), "the request was never given up"
             return {}
 
-        def abort(self, rid: str) -> None:
-            aborted.append(rid)
+        def abort(self, ask: Ask | None) -> bool:
+            assert ask is not None
+            aborted.append(ask.body["rid"])
             given_up.set()
+            return True
 
     def interrupt(_: str) -> None:
         raise KeyboardInterrupt
@@ -152,6 +157,18 @@ def test_who_is_interrupted_does_not_wait_for_answers_nobody_will_read() -> None
     aborted: list[str] = []
     given_up = threading.Event()
     request = Request([Prompt(key=text, text=text) for text in ("one", "two")])
+    asks = [HOST.ask(prompt, rid, request) for prompt, rid in zip(request.prompts, request.rids, strict=True)]
+    questions = [Question((ask.body["rid"],), ask) for ask in asks]
     with pytest.raises(KeyboardInterrupt):
-        _ask(Slow("http://nowhere"), request, interrupt)
+        ask_all(Slow("http://nowhere"), HOST, questions, 8, interrupt)
     assert aborted == ["eagle-trace-1"]
+
+
+def test_a_server_is_asked_as_its_program_wants_it(tmp_path: Path) -> None:
+    routes = {
+        "GET_eagle_trace": (200, READY, 0),
+        "POST_eagle_trace_start": (200, READY | {"out": "/there/x.trace", "host": "another"}, 0),
+        "POST_eagle_trace_finish": (200, READY, 0),
+    }
+    with standing_in(**routes) as url, pytest.raises(UsageError, match="no server is called 'another'"):
+        attach(url=url, prompts=prompts(tmp_path), out=tmp_path / "s.trace")

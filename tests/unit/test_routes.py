@@ -82,17 +82,20 @@ def make_trace(path: Path, seal: str = SEAL) -> Path:
 class Armed:
     """An app with the routes and SGLang's middleware, and its folder, in which a trace of the server's own lies."""
 
-    def __init__(self, folder: Path, auth: Any, api: str | None, admin: str | None, *, opt_in: bool) -> None:
+    def __init__(
+        self, folder: Path, auth: Any, api: str | None, admin: str | None, *, opt_in: bool, own: bool = False
+    ) -> None:
         from fastapi.testclient import TestClient
 
         from eagle_trace_serving.access import Keys
-        from eagle_trace_serving.routes import add_routes
+        from eagle_trace_serving.routes import Routes, add_routes
 
         self.folder = folder
         self.recorder = Recorder()
         make_trace(folder / "theirs.trace")
         app = fastapi.FastAPI()
-        add_routes(app, self.recorder, str(folder), Keys(api, admin, opt_in), 4 * GB)  # type: ignore[arg-type]
+        routes = Routes(self.recorder, str(folder), Keys(api, admin, opt_in), 4 * GB, own=own)  # type: ignore[arg-type]
+        add_routes(app, routes, auth.auth_level(auth.AuthLevel.ADMIN_OPTIONAL))
         if api or admin:
             auth.add_api_key_middleware(app, api_key=api, admin_api_key=admin)
         self.app = app
@@ -112,8 +115,8 @@ Arm = Callable[..., Armed]
 def arm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Arm:
     auth = sglang_auth(monkeypatch)
 
-    def made(api: str | None = None, admin: str | None = None, *, opt_in: bool = False) -> Armed:
-        return Armed(tmp_path / "traces", auth, api, admin, opt_in=opt_in)
+    def made(api: str | None = None, admin: str | None = None, *, opt_in: bool = False, own: bool = False) -> Armed:
+        return Armed(tmp_path / "traces", auth, api, admin, opt_in=opt_in, own=own)
 
     return made
 
@@ -578,3 +581,35 @@ def test_slow_bodies_and_slow_downloads_keep_nobody_out(arm: Arm) -> None:
             time.sleep(0.05)
         assert httpx.get(f"{address}/traces/theirs.trace", timeout=5).status_code == 200
     assert len(list(Path("/proc/self/fd").iterdir())) <= handles + 2
+
+
+# ---- a server that `record` started ---------------------------------------------------------------------------------
+
+
+def own_body(out: Path, **more: Any) -> dict[str, Any]:
+    return {"out": str(out), "named": {f"r{number}": [number, "key"] for number in range(20_000)}} | more
+
+
+def test_who_started_a_server_says_where_a_trace_goes_and_may_record_any_number_of_prompts(
+    arm: Arm, tmp_path: Path
+) -> None:
+    armed = arm(api="user", own=True)
+    more = {"started": {"seed": 0}, "changes": ["no graphs"], "max_bytes": str(100 * GB), "settings": {"batch_size": 2}}
+    began = armed.ask("POST", "/start", "user", body=own_body(tmp_path / "here", **more))
+    assert began.json()["out"] == str(tmp_path / "here")
+    (order,) = armed.recorder.orders
+    assert (order.max_bytes, order.lease, order.alone, order.keep_empty) == (100 * GB, None, False, True)
+    assert order.settings == {"batch_size": 2, "seed": 0}
+    assert order.changes == ("no graphs",)
+    counts = {f"r{number}": {"spec_verify_ct": 1} for number in range(20_000)}
+    assert armed.ask("POST", "/finish", "user", body={"settings": {"server_counts": counts}}).status_code == 200
+    assert armed.recorder.last["settings"]["server_counts"] == counts
+
+
+@pytest.mark.parametrize(("own", "key"), [(True, None), (True, "wrong"), (False, "user")])
+def test_nobody_else_says_where_a_trace_goes(arm: Arm, tmp_path: Path, own: bool, key: str | None) -> None:
+    armed = arm(api="user", own=own)
+    body = {"out": str(tmp_path / "here"), "named": OWN}
+    assert armed.ask("POST", "/start", key, body=body).status_code in (401, 403, 422)
+    assert not armed.recorder.orders
+    assert not (tmp_path / "here").exists()

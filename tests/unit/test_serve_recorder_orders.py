@@ -20,8 +20,10 @@ from eagle_trace.store import Sink
 from eagle_trace.writer import TraceWriter, prepare_output
 from eagle_trace_serving import recorder as module
 from eagle_trace_serving.admission import Admission
+from eagle_trace_serving.host import Facts
 from eagle_trace_serving.orders import Order
 from eagle_trace_serving.recorder import ServeRecorder
+from eagle_trace_sglang.recording import SGLangRecording
 
 
 class Main:
@@ -42,22 +44,33 @@ class Main:
         return tuple(self.connection.recv())
 
 
+class Draft:
+    """A draft without a site."""
+
+    rank, ranks = 0, 1
+
+    def facts(self) -> Facts:
+        raise NotImplementedError
+
+    def params(self) -> list[dict[str, Any]]:
+        return []
+
+    def recording(self, order: Order, writer: TraceWriter) -> SGLangRecording:
+        return SGLangRecording(order, writer, lambda _site: None, 4, None)
+
+    def hang(self, *_: object) -> None:
+        pass
+
+
 @pytest.fixture
 def main() -> Main:
     return Main()
 
 
 @pytest.fixture
-def recorder(main: Main, monkeypatch: pytest.MonkeyPatch) -> Iterator[ServeRecorder]:
+def recorder(main: Main) -> Iterator[ServeRecorder]:
     """A recorder whose draft has nothing to hang hooks into."""
-    monkeypatch.setattr(module, "draft_place", lambda _: (0, 1))
-    monkeypatch.setattr(ServeRecorder, "_hang", lambda *_: None)
-    monkeypatch.setattr(ServeRecorder, "_params", lambda _: [])
-    monkeypatch.setattr(module, "has_graphs", lambda _: False)
-    monkeypatch.setattr(module, "run_eagerly", lambda *_: None)
-    target = SimpleNamespace(model_config=SimpleNamespace(hidden_size=4))
-    worker = SimpleNamespace(draft_runner=SimpleNamespace(model=None), target_worker=target, hot_token_id=None)
-    made = ServeRecorder(worker, main.other)
+    made = ServeRecorder(Draft(), main.other)
     threading.Thread(target=made._obey, daemon=True).start()
     yield made
     main.connection.close()
@@ -114,8 +127,8 @@ def test_what_fails_in_the_schedulers_thread_ends_the_recording_at_once(
     def broken(_: object) -> None:
         raise ZeroDivisionError("a bug")
 
-    recorder._guarded(broken)
-    recorder._guarded(broken)
+    recorder.tell(broken)
+    recorder.tell(broken)
     recorder.between_batches()
     assert time.monotonic() - started < 1
     name, number, why, detail, waited = main.hears()
@@ -154,10 +167,10 @@ def test_a_begin_that_is_refused_leaves_nothing_behind(
     name, number, why, *_ = main.hears()
     assert (name, number) == ("failed", 1)
     assert "two recorders" in why
-    monkeypatch.setattr(ServeRecorder, "_hang", lambda *_: 1 / 0)
+    monkeypatch.setattr(Draft, "hang", lambda *_: 1 / 0)
     main.begin(2, tmp_path / "u")
     assert main.hears()[:2] == ("failed", 2)
     assert open_trace(tmp_path / "u", allow_partial=True).manifest.recorder == ""
-    monkeypatch.setattr(ServeRecorder, "_hang", lambda *_: None)
+    monkeypatch.setattr(Draft, "hang", lambda *_: None)
     main.begin(3, tmp_path / "v")
     assert main.hears() == ("recording", 3)

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 import numpy as np
 
 from eagle_trace_analysis.causes.base import Cause, Hypothesis, Outcome, as_trained, counterfactual
-from eagle_trace_analysis.engines.sglang import engine
 from eagle_trace_analysis.evidence.context import Context
 from eagle_trace_analysis.replay.replay import Recomputed, Replay, Replayed
 
@@ -49,7 +48,7 @@ def check_features_norm(context: Context) -> Outcome:
         form, weights = replay.form, replay.weights
         # a norm that training did not have has its weights in the deployed checkpoint alone
         for name, tensor in (context.serve_draft.tensors if context.serve_draft else {}).items():
-            known = engine.canonical_name(name)
+            known = context.engine.canonical_name(name)
             if known.startswith(("input_norm.", "fc_norm.")) and known not in weights:
                 weights = weights.borrowing(known, tensor)
         width = replay.recorded.width("fused") or 0

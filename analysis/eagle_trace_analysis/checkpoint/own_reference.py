@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
 from eagle_trace.errors import CheckpointError
-from eagle_trace_analysis.checkpoint import engine
 from eagle_trace_analysis.checkpoint.files import StoredTensor, stored_dtype
-from eagle_trace_analysis.checkpoint.subject import Subject, is_speculators, open_subject
+from eagle_trace_analysis.checkpoint.subject import Subject, open_subject
+from eagle_trace_analysis.engines.sglang import engine
 
 #: what a reference cannot be made of, and the way out
 NEEDS_TRAINED = "give the folder that was trained as --trained"
@@ -33,7 +33,7 @@ def write_own_reference(deployed: Path, out: Path, *, target: Path) -> None:
         CheckpointError: speculators has no form of it; the sentence says what is missing.
     """
     subject = open_subject(deployed, target, None)
-    if is_speculators(subject.checkpoint.config):
+    if subject.is_speculators:
         raise CheckpointError(f"{deployed} is in speculators format already: {NEEDS_TRAINED}")
     lacking = what_is_missing(subject)
     if lacking:
@@ -87,7 +87,7 @@ def _input_ids(subject: Subject) -> list[int] | None:
 
 def _config(subject: Subject, dtype: str) -> dict[str, Any]:
     full = subject.full
-    layer = {
+    layer: dict[str, Any] = {
         name: full[name]
         for name in (
             "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",

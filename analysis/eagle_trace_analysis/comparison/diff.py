@@ -38,7 +38,7 @@ from eagle_trace_analysis.comparison.params import differing, other_form
 from eagle_trace_analysis.comparison.prediction import predict
 from eagle_trace_analysis.comparison.result import Diff, Divergence, Note, SiteResult
 from eagle_trace_analysis.comparison.sketch import WORDS, compare_sketches, has_sketch, widened
-from eagle_trace_analysis.comparison.tolerance import Tolerance, Tolerances
+from eagle_trace_analysis.comparison.tolerance import FACTOR, Tolerance, Tolerances
 from eagle_trace_analysis.comparison.topk import check_topk
 from eagle_trace_analysis.pairing.align import Alignment, align, not_materialised
 from eagle_trace_analysis.pairing.pairs import Coverage, Pairs, skipped_because
@@ -66,6 +66,7 @@ def diff(
     minimum_share: float = MINIMUM_SHARE,
     executor: Executor | None = None,
     floors: Trace | None = None,
+    tolerance: float = FACTOR,
 ) -> Diff:
     """Compare two traces of the same prompts and name the first place where they part.
 
@@ -86,6 +87,7 @@ def diff(
         executor: who compares the values (`eagle_trace_analysis.comparison.fold`); the cores of this machine if None.
             The result is the same to the last bit.
         floors: a train trace of the same draft whose measured rounding floors are used, where the reference has none.
+        tolerance: how many times its rounding floor the error of a site may be.
 
     Raises:
         IncomparableError: `floors` is of no use here.
@@ -94,7 +96,7 @@ def diff(
     train, serve = in_order(reference, other)
     if floors is not None:
         _check_floors(train, floors)
-    found = _Comparison(train, serve, executor or Threads(), floors).run(minimum_share)
+    found = _Comparison(train, serve, executor or Threads(), floors, tolerance).run(minimum_share)
     return found.roles.said(found)
 
 
@@ -110,7 +112,9 @@ def _check_floors(train: Trace, floors: Trace) -> None:
 class _Comparison:
     """One run of `diff`."""
 
-    def __init__(self, train: Trace, serve: Trace, executor: Executor, floors: Trace | None = None) -> None:
+    def __init__(
+        self, train: Trace, serve: Trace, executor: Executor, floors: Trace | None = None, tolerance: float = FACTOR
+    ) -> None:
         self.roles = Roles.of({"train": provenance(train), "serve": provenance(serve)})
         self.train = train
         self.serve = serve
@@ -121,7 +125,7 @@ class _Comparison:
         self.shapes: tuple[Shapes, Shapes] = (shapes_of(train), shapes_of(serve))
         self.sites = self._known_sites()
         widths = {site: max(width for width, _ in seen) for side in self.shapes for site, seen in side.items()}
-        self.tolerances = Tolerances(self.sites, train, serve, widths, floors)
+        self.tolerances = Tolerances(self.sites, train, serve, widths, floors, tolerance)
         self.alignment: Alignment = align(train, serve)
         self._logit_errors: tuple[NDArray[np.int64], NDArray[np.float64]] = (
             np.zeros(0, dtype=np.int64),

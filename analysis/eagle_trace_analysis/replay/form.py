@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from eagle_trace_analysis.checkpoint.subject import is_speculators, nested_config
-from eagle_trace_analysis.engines.sglang import engine
+from eagle_trace_analysis.engines import SGLANG, Engine
+from eagle_trace_analysis.trainers import Trainer, trainer_of
+from eagle_trace_analysis.trainers.base import flat_training
 
 Float64 = NDArray[np.float64]
 
@@ -114,50 +115,47 @@ class Form:
     target_width: int = 0
 
 
-def rope_of(config: Mapping[str, Any], *, trained: bool = False) -> Rope:
-    """The rotary embedding of a decoder config, as the engine builds it or (`trained`) transformers."""
-    settings = engine.trained_rope(config) if trained else engine.rope_settings(config)
+def rope_of(config: Mapping[str, Any], engine: Engine = SGLANG, trainer: Trainer | None = None) -> Rope:
+    """The rotary embedding of a decoder config, as the engine builds it or, given a trainer, as it was trained."""
+    settings = engine.rope_settings(config)
+    if trainer is not None:
+        settings = trainer.rope(config, settings)
     known = ("rope_theta", "rope_type", "partial_rotary_factor")
     rest = {key: value for key, value in settings.items() if key not in known}
     kind, theta = str(settings["rope_type"]), float(settings["rope_theta"])
     return Rope(theta, kind, float(settings["partial_rotary_factor"]), rest)
 
 
-def form_of(config: Mapping[str, Any]) -> Form:
-    """The form of a draft's config, speculators' (nested) or SGLang's (flat).
+def form_of(config: Mapping[str, Any], engine: Engine = SGLANG) -> Form:
+    """The form of a draft's config, a trainer's or a server's (flat).
 
     Raises:
         CheckpointError, KeyError, TypeError, ValueError: the config does not describe a decoder.
     """
-    nested = is_speculators(config)
-    layer = engine.with_defaults(nested_config(config) if nested else config)
-    if nested:
-        ids = config.get("eagle_aux_hidden_state_layer_ids")
-        flags = {name: bool(config.get(name)) for name in ("norm_before_fc", "fc_norm", "norm_output")}
-        residual, window = bool(config.get("norm_before_residual")), _window(layer)
+    trainer = trainer_of(config)
+    if trainer is not None:
+        training = trainer.training_of(config)
+        layer, ids = engine.with_defaults(training.decoder), training.layer_ids
+        window = trainer.window(layer)
     else:
-        ids = engine.captured_inputs(config, None, None)
-        flags = {
-            "norm_before_fc": engine.norm_before_fc(config),
-            "fc_norm": engine.fc_norm(config),
-            "norm_output": bool(config.get("norm_output")),
-        }
-        residual, window = False, None
+        training = replace(
+            flat_training(config),
+            norm_before_residual=False,
+            norm_before_fc=engine.norm_before_fc(config),
+            fc_norm=engine.fc_norm(config),
+        )
+        layer, ids, window = engine.with_defaults(config), engine.captured_inputs(config, None, None), None
     return Form(
         eps=float(layer["rms_norm_eps"]),
-        rope=rope_of(layer, trained=nested),
+        rope=rope_of(layer, engine, trainer),
         heads=int(layer["num_attention_heads"]),
         kv_heads=int(layer["num_key_value_heads"]),
         head_dim=int(layer["head_dim"]),
-        norm_before_residual=residual,
+        norm_before_residual=training.norm_before_residual,
+        norm_before_fc=training.norm_before_fc,
+        fc_norm=training.fc_norm,
+        norm_output=training.norm_output,
         window=window,
         layer_ids=tuple(int(i) for i in ids) if ids else None,
         target_width=int(config.get("target_hidden_size") or layer["hidden_size"]),
-        **flags,
     )
-
-
-def _window(layer: Mapping[str, Any]) -> int | None:
-    kinds = layer.get("layer_types")
-    slides = isinstance(kinds, list) and "sliding_attention" in kinds
-    return int(layer["sliding_window"]) if slides and layer.get("sliding_window") else None

@@ -21,7 +21,7 @@ from eagle_trace.selection import Selection
 from eagle_trace.writer import TraceWriter, prepare_output
 from eagle_trace_serving.admission import Admission
 from eagle_trace_serving.orders import Order
-from eagle_trace_serving.recording import Recording
+from eagle_trace_sglang.recording import SGLangRecording
 from tests.support.stand_in import Device, moved
 
 WIDTH, VOCABULARY, TOPK, NODES = 4, 24, 2, 3
@@ -49,7 +49,7 @@ class Server:
         hot = torch.arange(VOCABULARY) * 3
         self.out, self._place = out, place
         self.writer = TraceWriter(out, Manifest("serve", level, "sglang"))
-        self.recording = Recording(order, self.writer, None, WIDTH, hot)
+        self.recording = SGLangRecording(order, self.writer, lambda _site: None, WIDTH, hot.numpy)
         self.lengths = {"r1": 3, "other": 2, "r2": 4}
         self.forwards = 0
         for rid in self.lengths:
