@@ -91,6 +91,7 @@ class Session:
         for task in self.tasks:
             self.writer.put_record("prompts", task.record)
         if isinstance(self.features, ComputedFeatures):
+            self.writer.manifest.settings["layer_channels"] = self.features.layers.channels.tolist()
             for record in self.features.layers.records:
                 self.writer.put_record("layers", record)
         for record in self.draft.host.params(self.draft.model, self.draft.stored):

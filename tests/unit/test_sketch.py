@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from eagle_trace import open_trace
-from eagle_trace.capture import Rows, dtype_name, row_statistics
+from eagle_trace.capture import Rows, drawn_channels, dtype_name, row_statistics
 from eagle_trace.errors import TraceError
 from eagle_trace.manifest import Manifest
 from eagle_trace.sketch import (
@@ -22,6 +22,7 @@ from eagle_trace.sketch import (
     reduce_on_device,
     reduce_rows,
     reduced_of,
+    sample_channels,
     sketch,
     stored_dtype,
     unscale,
@@ -258,3 +259,26 @@ def test_the_byte_budget_counts_what_is_kept(tmp_path: Path) -> None:
         writer.put_values("fc.out", rows_of(100), values.copy())
         assert writer.accepting == more
         writer.seal()
+
+
+# ---- channels of layers
+
+
+def test_the_channels_of_layers_are_our_own_choice() -> None:
+    # written down: whatever NumPy does to its streams, and on every machine
+    assert sample_channels(100, 8).tolist() == [2, 32, 33, 42, 43, 53, 94, 95]
+    assert sample_channels(5).tolist() == [0, 1, 2, 3, 4]
+    for width in (65, 4096):
+        channels = sample_channels(width)
+        assert len(set(channels.tolist())) == 64
+        assert (np.diff(channels) > 0).all()
+
+
+def test_a_trace_that_names_no_channels_holds_those_that_were_drawn(tmp_path: Path) -> None:
+    for name, settings in (("old", {}), ("new", {"layer_channels": sample_channels(300).tolist()})):
+        prepare_output(tmp_path / name)
+        writer = TraceWriter(tmp_path / name, Manifest("train", "values", "test", settings=settings))
+        trace = open_trace(writer.seal())
+        expected = sample_channels(300) if settings else drawn_channels(300)
+        np.testing.assert_array_equal(trace.layer_channels(300), expected)
+    assert drawn_channels(300).tolist() != sample_channels(300).tolist()
