@@ -95,8 +95,10 @@ def recording(
         selection = Selection(selection.sites, selection.roots, ((0, steps),), selection.prompts)
     datasets = dataset if isinstance(dataset, tuple) else () if dataset is None else (dataset,)
     place = as_place(str(out))
-    options = LiveOptions(place, batches, level, selection, max_bytes, first_token, datasets, force, max_wait)
-    options.check()
+    options = LiveOptions(
+        place, batches, first_token, datasets, force,
+        level=level, selection=selection, max_bytes=max_bytes, max_wait=max_wait,
+    )  # fmt: skip
     return Recording(host.live(model), options)
 
 

@@ -8,14 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from eagle_trace.capture import LEVELS, Array, Rows
+from eagle_trace.capture import Array, Rows
 from eagle_trace.errors import UsageError
-from eagle_trace.patience import MAX_WAIT, check_wait
 from eagle_trace.prompts import content_key, prompts_digest, unique_key
 from eagle_trace.recording.arrays import to_array
 from eagle_trace.recording.forward import Forward, Forwards, offsets_to_ids
 from eagle_trace.recording.stage import Held
-from eagle_trace.selection import EVERYTHING, Selection
+from eagle_trace.recording.wanted import Wanted
 from eagle_trace.store import Place
 from eagle_trace.streams import Part
 from eagle_trace.writer import TraceWriter
@@ -30,30 +29,21 @@ LEAKING = "loss_rows_across_documents"
 
 
 @dataclass(frozen=True)
-class LiveOptions:
+class LiveOptions(Wanted):
     """What a recording of a training is asked to do; see `recording`."""
 
     out: Place
     batches: int = 2
-    level: str = "values"
-    selection: Selection = EVERYTHING
-    max_bytes: int | None = None
     first_token: int | None = None
     datasets: tuple[Any, ...] = ()
     force: bool = False
-    max_wait: float = MAX_WAIT
 
-    def check(self) -> None:
-        """Raises UsageError if the options do not make sense."""
+    def __post_init__(self) -> None:
+        super().__post_init__()
         if self.batches < 1:
             raise UsageError(f"batches must be 1 or more, not {self.batches}")
-        if self.level not in LEVELS:
-            raise UsageError(f"level must be one of {', '.join(LEVELS)}, not {self.level!r}")
-        if self.max_bytes is not None and self.max_bytes < 1:
-            raise UsageError(f"max_bytes must be a positive number of bytes, not {self.max_bytes}")
         if self.first_token is not None and self.first_token < 0:
             raise UsageError(f"first_token must be a token id, not {self.first_token}")
-        check_wait(self.max_wait)
 
 
 @dataclass
