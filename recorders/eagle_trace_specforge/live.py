@@ -136,7 +136,7 @@ def batch_of(given: Mapping[str, Array]) -> Batch:
         documents.reshape(-1).astype(np.int32),
         given["loss_mask"].reshape(-1).astype(np.bool_),
         width=tokens.shape[1],
-        first=_first(given.get("unshifted"), tokens, fed.any(axis=1)),
+        first=_first(given.get("unshifted"), tokens, np.flatnonzero(fed.any(axis=1))),
     )
 
 
