@@ -89,12 +89,12 @@ def check_carry(context: Context) -> Outcome:
 
     # what the training computes: its own config may mean another thing by the flag
     trained = context.form is not None and context.form.norm_output
-    says = f"norm_output {str(trained).lower()}, as trained"
+    says = f"norm_output {str(trained).lower()}"
     return counterfactual(
         context,
         ["carry"],
         other,
-        lambda _: as_trained(context, "norm-output", ("norm_output",), says, f"set {says} in the deployed config"),
+        lambda _: as_trained(context, "norm-output", ("norm_output",), says, f"set {says} in the deployed config, as trained"),
         own=("norm_output",),
     )
 
