@@ -12,11 +12,16 @@ from eagle_trace_analysis.causes.base import RECORD_VALUES, Cause, Outcome, conf
 from eagle_trace_analysis.causes.embedding import own_embedding
 from eagle_trace_analysis.checkpoint.files import DTYPE_NAMES, StoredTensor, as_float32
 from eagle_trace_analysis.comparison.tolerance import UNIT
+from eagle_trace_analysis.engines.sglang.target_classes import HELD_IN_BFLOAT16
 from eagle_trace_analysis.evidence.context import Context
 
 #: tensors of the two folders that are compared, and rows of each
 TENSORS, ROWS = 2048, 8
 QUANTISING = ("--quantization", "--quantize-and-serve", "--torchao-config", "--modelopt-quant")
+HOLD_ALIKE = (
+    "round these tensors of the target to bfloat16, as they are published: both sides then compute with the same; the "
+    "draft is not at fault"
+)
 #: config entries that change what a model computes
 TELLING = ("hidden_size", "num_hidden_layers", "num_attention_heads", "rms_norm_eps", "rope_parameters",
            "rope_theta", "rope_scaling", "vocab_size", "quantization_config")  # fmt: skip
@@ -54,11 +59,31 @@ def check_target(context: Context) -> Outcome:
         return confirmed(f"{fact}; {site} differs", "serve the draft with the target it was trained for", site)
     if differs:
         return ruled_out(f"{fact}, but the layers fed differ in another way")
+    if not embedded and (held := _held_in_bfloat16(context)) is not None and _same_layers(context):
+        return confirmed(held, HOLD_ALIKE, site)
     if (other := _explained(context, site)) is not None:
         return ruled_out(f"{fact}; {other} explains {site}")
     return not_tested(
         f"{site} differs, which no other cause explains; {fact}, which does not prove that the targets are one",
         "give --target, or record the training side with --features compute on the server's target",
+    )
+
+
+def _held_in_bfloat16(context: Context) -> str | None:
+    """Tensors of the target that its class rounds although the server computes in a finer dtype; None for none."""
+    serve, target = context.serve.manifest, context.target
+    if serve.host != "sglang" or target is None or target.checkpoint is None:
+        return None
+    ending = HELD_IN_BFLOAT16.get(target.architecture or "")
+    if ending is None or serve.dtype == "bfloat16":
+        return None
+    stored = [as_float32(one.read()) for one in target.checkpoint.tensors.values() if one.name.endswith(ending)]
+    rounded = sum(bool((one.astype(ml_dtypes.bfloat16).astype(np.float32) != one).any()) for one in stored)
+    if not rounded:
+        return None
+    return (
+        f"SGLang's {target.architecture} holds {ending.removeprefix('.')} in bfloat16 whatever the dtype "
+        f"({serve.dtype} here), and {rounded} of {len(stored)} such tensors of the target are finer than that"
     )
 
 
