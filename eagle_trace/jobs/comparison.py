@@ -78,6 +78,21 @@ class Asked:
         return {"target": self.target, "trained": self.trained, "deployed": self.deployed, "prompts": self.prompts}
 
 
+@dataclass(frozen=True)
+class Judged:
+    """What the two traces are asked for: see `eagle_trace_analysis.diff` and `eagle_trace_analysis.gate`.
+
+    Attributes:
+        minimum_share, tolerance, max_drop: as there.
+        baseline: place of the trace that the other one must not be worse than.
+    """
+
+    minimum_share: float = 0.5
+    tolerance: float = 4.0
+    max_drop: float | None = None
+    baseline: str | None = None
+
+
 class Comparison:
     """The steps of one comparison, in order: `check`, `record`, `diff`.
 
@@ -211,7 +226,7 @@ class Comparison:
         if serve.manifest.recording and (found := self.workspace.find(TRAIN, inputs)) is not None:
             return self._again(TRAIN, found)
         self.workspace.forget(TRAIN)
-        find_host("trainer").record(
+        find_host("trainer", draft=draft).record(
             target=self.asked.target, draft=draft, out=place, prompts=None, replay=serve.path, features="compute",
             steps=None, dtype="auto", device=ask.device, level=ask.level, max_bytes=None, force=True,
             argv=list(self.asked.argv), progress=lambda message: self.progress(f"training: {message}"),
@@ -231,16 +246,18 @@ class Comparison:
 
     # ---- the answer
 
-    def diff(self, reference: Trace, other: Trace, *, minimum_share: float) -> Diff:
-        """Compare the two, and look for the cause."""
-        from eagle_trace_analysis import diff
-        from eagle_trace_analysis.diagnosis.diagnose import Checkpoints, diagnosed
+    def diff(self, reference: Trace, other: Trace, judged: Judged) -> Diff:
+        """Compare the two, look for the cause, and apply the gate."""
+        from eagle_trace_analysis.gate.compared import Compare
 
         self.progress("comparing")
-        found = diff(reference, other, minimum_share=minimum_share, floors=self.floors)
         served = self.asked.deployed
-        folders = Checkpoints(served if self.asked.two_servers else None, served, self.asked.target)
-        return diagnosed(found, reference, other, folders)
+        compare = Compare(
+            minimum_share=judged.minimum_share, tolerance=judged.tolerance, max_drop=judged.max_drop,
+            floors=self.floors, folders=(served if self.asked.two_servers else None, served, self.asked.target),
+        )  # fmt: skip
+        before = open_trace(judged.baseline) if judged.baseline is not None else None
+        return compare(reference, other, baseline=before)
 
 
 def pointless(result: CheckResult) -> list[Finding]:

@@ -160,9 +160,10 @@ class Elsewhere:
         said: list[str] = []
         try:
             assert process.stderr is not None
-            for line in process.stderr:
-                said.append(line.rstrip("\n"))
-                progress(f"{self.called}: {said[-1]}")
+            with process.stderr as lines:
+                for line in lines:
+                    said.append(line.rstrip("\n"))
+                    progress(f"{self.called}: {said[-1]}")
             status = process.wait()
         except BaseException:
             process.terminate()  # it takes its server down before it ends

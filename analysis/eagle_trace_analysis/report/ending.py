@@ -126,7 +126,7 @@ def _gate(diff: Diff, console: Console) -> list[Text]:
         return _cut(f"gate: failed{more}: {gate.failures[0].text}", console, 2, style="bold red", indent=0)
     if gate.unknown is not None:
         return _cut(f"gate: not known: {gate.unknown}", console, 2, style="bold yellow", indent=0)
-    asked = [f"accept length within {gate.max_drop:.0%}"] if gate.max_drop is not None else []
+    asked = [f"accept length within {gate.max_drop:.1%}"] if gate.max_drop is not None else []
     asked += ["nothing worse than in the baseline"] if gate.baseline is not None else []
     return [Text(f"gate: passed: {' and '.join(asked)}", style="bold green")]
 
