@@ -99,18 +99,28 @@ def test_a_target_class_that_forgets_to_capture_is_named_with_its_release(
     assert "KimiK25ForConditionalGeneration in SGLang 0.5.23 was never told to capture" in str(cause.fix)
 
 
-def test_sinks_finer_than_the_engine_holds_them_are_named(tmp_path: Path, warm: Warm) -> None:
-    def refine(held: dict[str, Any]) -> None:
-        held.update({name: one * 1.001 for name, one in held.items() if name.endswith(".sinks")})
+def refine_sinks(held: dict[str, Any]) -> None:
+    held.update({name: one * 1.001 for name, one in held.items() if name.endswith(".sinks")})
 
-    published = make("gpt_oss", tmp_path, warm)
-    finer = faults.edit(published.pair.target, tmp_path / "finer", tensors=refine)
-    pair = replace(published, pair=Pair(finer, published.pair.draft))
+
+@pytest.mark.parametrize(
+    ("name", "edits", "words"),
+    [
+        ("gpt_oss", {"tensors": refine_sinks}, "holds self_attn.sinks in bfloat16 whatever the dtype"),
+        ("deepseek_v3", {"config": lambda c: c.update(rms_norm_eps=1e-3)}, "norms the target's latents with its rms"),
+    ],
+)
+def test_what_the_engines_class_computes_otherwise_than_transformers_is_named(
+    name: str, edits: dict[str, Any], words: str, tmp_path: Path, warm: Warm
+) -> None:
+    published = make(name, tmp_path, warm)
+    edited = faults.edit(published.pair.target, tmp_path / "edited", **edits)
+    pair = replace(published, pair=Pair(edited, published.pair.draft))
     result = pair.diffed(pair.serve(pair.deployed))
     expect(result, "target-differs", "target.hidden.0")
     assert result.diagnosis is not None
     (cause,) = result.diagnosis.confirmed
-    assert "holds self_attn.sinks in bfloat16" in cause.evidence
+    assert words in cause.evidence
 
 
 def test_modules_of_sglang_that_cannot_be_imported_are_known(warm: Warm) -> None:
