@@ -55,6 +55,12 @@ class Session:
     selection: Selection = EVERYTHING
     _next_call: int = 0
 
+    @property
+    def trees(self) -> bool:
+        """Whether a replayed server drafted trees: two chains of one length below one root."""
+        chains = [task.chains or () for task in self.tasks]
+        return any(len({(root, len(path)) for root, path in one}) < len(one) for one in chains)
+
     def run(self) -> None:
         """Record everything: prompts, parameters, all packs, floors."""
         self._put_tables()
@@ -140,7 +146,8 @@ class Session:
         """Best ids along the true tokens where the server drafted others: no rows, no values, only these."""
         if logits is None or not keeps_best(self.selection) or self.writer.manifest.level == "shapes":
             return
-        draft_ids, scores, logprobs = best_ids(logits, 1)
+        # of a tree, all that would compete
+        draft_ids, scores, logprobs = best_ids(logits, TOPK if self.trees else 1)
         rows = batch.rows(step, self._next_call, guesses=True)
         if not self.selection.all_rows:
             kept = np.flatnonzero(self.selection.mask(rows))

@@ -68,7 +68,9 @@ def _predicted(accept: AcceptLength) -> str:
     if accept.predicted is None:
         return ""
     chain = "" if accept.comparable else " for a chain"
-    return f", {accept.predicted:.2f} predicted by the training forward{chain}"
+    low, high = accept.predicted_range or (accept.predicted, accept.predicted)
+    figure = f"{low:.2f}" if round(low, 2) == round(high, 2) else f"{low:.2f} to {high:.2f}"
+    return f", {figure} predicted by the training forward{chain}"
 
 
 def _causes(diagnosis: Diagnosis, console: Console, room: int, verdict: str) -> list[Text]:

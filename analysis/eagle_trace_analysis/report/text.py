@@ -333,6 +333,8 @@ def _accept_length(accept: AcceptLength) -> list[str]:
     depths = ", ".join(f"{depth}: {share:.0%}" for depth, share in enumerate(accept.predicted_by_depth, start=1))
     where = "from round to round" if accept.predicted_basis == "walk" else "at the roots of the server's rounds"
     what = "predicted by the training forward on these tokens"
+    if accept.predicted_range is not None:
+        what += f" for such trees ({accept.predicted_range[0]:.2f} at least, {accept.predicted_range[1]:.2f} at most)"
     if not accept.comparable:
         what = "is what the training forward gets with a chain on these tokens, and no forecast of the tree of "
         what += f"{accept.branches} branches that the server drafted"
