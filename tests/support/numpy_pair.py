@@ -55,7 +55,8 @@ class Doing:
         tensors: the draft's tensors as used, by speculators' names.
         eps, theta, layout, share: of norms and rotation.
         offset: norms scale by 1 + w.
-        norm_residual, norm_output: the flags of the same name.
+        rounded: what of the rotary tables is rounded to bfloat16 first (`Rope.rounded`).
+        norm_residual, norm_output: the flags of the same name; head_norm: the head reads the normed stream.
         before_fc: norms the features on their way into fc: (features, tensors, eps) -> features.
         pick: makes the features out of all hidden states [L + 2, T, G]; width G instead of n G skips fc.
         summand: (hidden states, what was added last to each) -> what stands for the hidden states.
@@ -83,6 +84,8 @@ class Doing:
     offset: bool = False
     norm_residual: bool = False
     norm_output: bool = False
+    head_norm: bool = True
+    rounded: str = ""
     before_fc: Callable[[F64, Tensors, float], F64] | None = None
     pick: Callable[[F64], F64] = lambda states: np.concatenate([states[2], states[4], states[5]], axis=1)
     summand: Callable[[F64, F64], F64] | None = None
@@ -175,7 +178,7 @@ class Runner:
         gate, up = (keep(f"{at}.mlp.{n}", h @ w[f"mlp.{n}_proj.weight"].T) for n in ("gate", "up"))
         act = keep(f"{at}.mlp.act", gate / (1 + np.exp(-gate)) * up)
         stream = keep(f"{at}.out", residual + keep(f"{at}.mlp.out", act @ w["mlp.down_proj.weight"].T))
-        final = keep("norm", norm(stream, "norm.weight"))
+        final = keep("norm", norm(stream, "norm.weight") if do.head_norm else stream)
         # the carry is the very tensor, not rounded once more
         out["carry"] = out["norm"] if do.norm_output else out[f"{at}.out"]
         keep("logits", final @ do.tensors["lm_head.weight"].T)
@@ -193,7 +196,7 @@ class Runner:
         return root + len(path) + (shift if isinstance(shift, int) else shift(root, path, self.round))
 
     def _rotate(self, x: F64, places: list[int]) -> F64:
-        turned = turn(x, places, self.size, self.do.theta, self.do.layout, self.do.share)
+        turned = turn(x, places, self.size, self.do.theta, self.do.layout, self.do.share, self.do.rounded)
         if self.do.limit is not None:
             past = np.array(places) >= self.do.limit
             turned[past] = x[past]

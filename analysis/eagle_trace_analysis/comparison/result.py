@@ -14,6 +14,7 @@ from eagle_trace_analysis.pairing.roles import Roles
 from eagle_trace_analysis.shown import html_of
 
 if TYPE_CHECKING:
+    from eagle_trace_analysis.comparison.rowwise import RowFigures
     from eagle_trace_analysis.diagnosis.diagnose import Diagnosis
 
 Kind = Literal["shape", "presence", "parameters", "nonfinite", "tokens", "positions", "ids", "values", "step"]
@@ -215,6 +216,7 @@ class Diff:
         traces: provenance of both sides.
         diagnosis: every cause with its verdict; None if it was not asked for.
         gate: what else was asked, and whether it holds; None if nothing was.
+        figures: the traces, their alignment and the figures of each row, as they were compared; None if they are gone.
     """
 
     sites: tuple[SiteResult, ...]
@@ -229,6 +231,7 @@ class Diff:
     traces: Mapping[str, Mapping[str, Any]]
     diagnosis: Diagnosis | None = None
     gate: Gate | None = None
+    figures: RowFigures | None = field(default=None, compare=False, repr=False)
 
     @property
     def roles(self) -> Roles:
