@@ -94,7 +94,9 @@ def check_carry(context: Context) -> Outcome:
         context,
         ["carry"],
         other,
-        lambda _: as_trained(context, "norm-output", ("norm_output",), says, f"set {says} in the deployed config, as trained"),
+        lambda _: as_trained(
+            context, "norm-output", ("norm_output",), says, f"set {says} in the deployed config, as trained"
+        ),
         own=("norm_output",),
     )
 
