@@ -24,7 +24,8 @@ from tests.support.warm.start import Warm, warm_python
 Serve = Callable[..., Trace]
 Train = Callable[..., Trace]
 
-V2_SITE = Path(__file__).parents[1] / "support/vllm_v2_site"
+SUPPORT = Path(__file__).parents[1] / "support"
+V2_SITE, FAULT_SITE = SUPPORT / "vllm_v2_site", SUPPORT / "vllm_fault_site"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -48,6 +49,16 @@ def warm_by(python: list[str], **variables: str) -> Warm:
             yield
 
     return context
+
+
+@contextmanager
+def with_path(ahead: Path, **variables: str) -> Iterator[None]:
+    """A context in whose servers a folder comes first in PYTHONPATH, so that its ``sitecustomize`` is run."""
+    path = filter(None, [str(ahead), os.environ.get("PYTHONPATH"), str(SUPPORT.parents[1])])
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {"PYTHONPATH": os.pathsep.join(path), **variables}.items():
+            patch.setenv(name, value)
+        yield
 
 
 @pytest.fixture(scope="session")
