@@ -25,6 +25,7 @@ from eagle_trace.manifest import Manifest
 from eagle_trace.recording.hooks import Hooks
 from eagle_trace.store import as_place
 from eagle_trace.writer import TraceWriter
+from eagle_trace_serving.batches import ServedRequest, Verified
 from eagle_trace_serving.environment import SESSION
 from eagle_trace_serving.host import DraftWorker
 from eagle_trace_serving.orders import Order
@@ -83,17 +84,17 @@ class ServeRecorder:
 
     # ---- what the scheduler does, told by the plugin's hooks --------------------------------------------------
 
-    def arrived(self, request: Any) -> None:
+    def arrived(self, request: ServedRequest) -> None:
         """A request was queued."""
         self._guarded(lambda recording: recording.arrived(request))
 
-    def ended(self, request: Any) -> None:
+    def ended(self, rid: str) -> None:
         """A request was answered or aborted; with the last one the hooks come off."""
-        self._guarded(lambda recording: recording.ended(request))
+        self._guarded(lambda recording: recording.ended(rid))
 
-    def verified(self, result: Any, batch: Any) -> None:
-        """A verify round is over."""
-        self._guarded(lambda recording: recording.verified(result, batch))
+    def verified(self, verified: Callable[[], Verified | None]) -> None:
+        """A verify round is over; what it was is asked only while something is recorded."""
+        self._guarded(lambda recording: recording.verified(verified()))
 
     def between_batches(self) -> None:
         """No forward is running: take the hooks off if nothing is left to record."""

@@ -6,7 +6,7 @@ both their inputs, rotation overwrites q and k).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from eagle_trace.capture import Shard
@@ -59,7 +59,7 @@ def _layer(n: int, path: str, model: Any) -> Iterator[Tap]:
     q, kv = (find(model, size) or 0 for size in sizes)
     for part, start, end in (("q", 0, q), ("k", q, q + kv), ("v", q + kv, q + 2 * kv)):
         shard = queries if part == "q" else keys
-        yield after(fused, f"{at}.attn.{part}", lambda output, s=start, e=end: first(output)[..., s:e], shard=shard)
+        yield after(fused, f"{at}.attn.{part}", _columns(start, end), shard=shard)
     # layers with equal settings share one rotary module
     rotary = f"{attention}.rotary_emb"
     yield after(rotary, f"{at}.attn.q_rope", lambda output: output[0], during=attention, shard=queries)
@@ -72,6 +72,10 @@ def _layer(n: int, path: str, model: Any) -> Iterator[Tap]:
     yield after(f"{mlp}.gate_up_proj", f"{at}.mlp.up", lambda output: _halves(output)[1], shard=inner)
     yield after(f"{mlp}.act_fn", f"{at}.mlp.act", shard=inner)
     yield after(f"{mlp}.down_proj", f"{at}.mlp.out")
+
+
+def _columns(start: int, end: int) -> Callable[[Any], Any]:
+    return lambda output: first(output)[..., start:end]
 
 
 def _halves(output: Any) -> tuple[Any, Any]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle_trace.manifest import Manifest
+from eagle_trace.recording.arrays import to_array
 from eagle_trace.recording.hooks import Hooks
 from eagle_trace.recording.names import FUSED, canonical_name, fills
 from eagle_trace.writer import TraceWriter
@@ -15,13 +16,14 @@ from eagle_trace_serving.host import Facts
 from eagle_trace_serving.orders import Order
 from eagle_trace_serving.recorder import Tell
 from eagle_trace_serving.recording import Recording
+from eagle_trace_sglang.batches import batch_of, parents_of
 from eagle_trace_sglang.deployment import ONE_REPLICA
 from eagle_trace_sglang.graphs import has_graphs, hook_graph_boundaries, run_eagerly
 from eagle_trace_sglang.layers import draft_layers
 from eagle_trace_sglang.params import checkpoint_names, loaded_params
 from eagle_trace_sglang.ranks import draft_place, replicas
 from eagle_trace_sglang.releases import check_release
-from eagle_trace_sglang.sites import hook_draft, partial_sums, tell_missing
+from eagle_trace_sglang.sites import hook_draft, partial_sums, taps, tell_missing
 
 EAGER = (
     "the draft ran eagerly while recording, its CUDA graphs put aside: Python hooks do not run inside a replayed graph"
@@ -83,7 +85,10 @@ class SGLangDraft:
 
     def recording(self, order: Order, writer: TraceWriter) -> Recording:
         """A recording of this draft."""
-        return Recording(order, writer, self._model, self._target_width, self._worker.hot_token_id)
+        hot = self._worker.hot_token_id
+        target_ids = None if hot is None else to_array(hot)
+        shards = {tap.site: tap.shard for tap in taps(self._model)}
+        return Recording(order, writer, self._target_width, target_ids, shards)
 
     def hang(self, hooks: Hooks, tell: Tell, order: Order, manifest: Manifest) -> None:
         """Hang everything that tells a recording of the draft's forwards; see `DraftWorker`."""
@@ -96,7 +101,7 @@ class SGLangDraft:
 
         def opened(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             batch = kwargs["forward_batch"] if "forward_batch" in kwargs else args[2]
-            tell(lambda recording: recording.open_call(batch))
+            tell(lambda recording: recording.open_call(batch_of(batch)))
 
         def captured(site: str, tensor: Any) -> None:
             tell(lambda recording: recording.capture(site, tensor))
@@ -137,6 +142,6 @@ def _watch_branches(hooks: Hooks, tell: Tell) -> None:
     from sglang.srt.speculative import eagle_worker_v2
 
     def chosen(result: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
-        tell(lambda recording: recording.chosen(result[0], result[3], int(args[0]), int(args[5])))
+        tell(lambda recording: recording.chosen(result[0], *parents_of(result[3], int(args[0]), int(args[5]))))
 
     hooks.wrap(eagle_worker_v2, "select_top_k_tokens", chosen)

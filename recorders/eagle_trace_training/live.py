@@ -23,7 +23,6 @@ from speculators.models.eagle3 import Eagle3DraftModel
 
 from eagle_trace.errors import HostError, UsageError
 from eagle_trace.patience import MAX_WAIT
-from eagle_trace.prompts import prompts_digest
 from eagle_trace.recording.hooks import Hooks
 from eagle_trace.selection import EVERYTHING, Selection
 from eagle_trace.store import as_place
@@ -33,7 +32,7 @@ from eagle_trace_speculators.live_facts import FLEX, is_sharded, live_manifest, 
 from eagle_trace_speculators.load import is_compiled, uncompiled
 from eagle_trace_speculators.params import loaded_params
 from eagle_trace_training.first_tokens import FirstTokens
-from eagle_trace_training.live_batches import BatchTaker, LiveOptions, batch_of
+from eagle_trace_training.live_batches import BatchTaker, LiveOptions
 
 #: how long leaving the block, or the end of the process, waits for a seal; and when a disk is taken to hang [s]
 LEAVE_SECONDS, LEAVE_STALL_SECONDS = 5.0, 2.0
@@ -218,8 +217,8 @@ class Recording:
         if taker.open:
             raise HostError("the forward before this one raised: the rest of its batch was never computed")
         given = self._signature.bind(None, *args, **kwargs).arguments
-        batch = batch_of(given)
-        if not batch.documents:
+        begun = taker.read(given)
+        if begun is None:
             return
         if self._versions is None:
             self._describe(given)
@@ -230,7 +229,7 @@ class Recording:
             )
         if self._writer.accepting:
             self._tap.restart()
-            taker.begin(batch, given["hidden_states"].detach())
+            taker.begin(begun, given["hidden_states"].detach())
         else:
             self._over()
 
@@ -322,13 +321,6 @@ class Recording:
             manifest.stopped = manifest.stopped or why
             if taker is not None:
                 taker.close()
-                manifest.settings["recorded_batches"] = taker.batches
-                manifest.prompts_digest = prompts_digest(taker.keys)
-                if taker.unknown:
-                    manifest.warnings.append(
-                        f"the first token of {taker.unknown} of {len(taker.keys)} documents is not known (training's "
-                        "shift drops it): token_ids begins with -1 there; give recording() dataset= or first_token="
-                    )
             self._writer.seal()
             if manifest.stopped == TOO_SLOW:
                 logger.warning("recording into %s ended early: %s", self.path, TOO_SLOW)

@@ -20,7 +20,7 @@ from eagle_trace.checkpoints import target_sample
 from eagle_trace.manifest import Manifest
 from eagle_trace.prompts import prompts_digest
 from eagle_trace.reader import Trace, open_trace
-from eagle_trace.recording.arrays import best_ids
+from eagle_trace.recording.best import best_ids
 from eagle_trace.recording.params import parameter_row
 from eagle_trace.writer import TraceWriter, prepare_output
 from tests.support.numpy_target import (

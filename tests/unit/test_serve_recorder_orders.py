@@ -56,7 +56,7 @@ class Draft:
         return []
 
     def recording(self, order: Order, writer: TraceWriter) -> Recording:
-        return Recording(order, writer, None, 4, None)
+        return Recording(order, writer, 4)
 
     def hang(self, *_: object) -> None:
         pass
@@ -148,9 +148,8 @@ def test_a_process_that_ends_seals_in_a_few_seconds_or_not_at_all(
     main.begin(1, tmp_path / "t")
     assert main.hears() == ("recording", 1)
     gate.clear()
-    recorder.arrived(
-        SimpleNamespace(rid="a", origin_input_ids=[1], output_ids_through_stop=[], finished_reason=None, tokenizer=None)
-    )
+    arrived = SimpleNamespace(rid="a", prompt_ids=[1], answer_ids=[], finish_reason=None, text=lambda *_: "")
+    recorder.arrived(arrived)
     started = time.monotonic()
     recorder._leave()
     assert time.monotonic() - started < 2
