@@ -13,8 +13,9 @@ from eagle_trace.capture import Shard
 from eagle_trace.manifest import Manifest
 from eagle_trace.recording.hooks import Hooks
 from eagle_trace.recording.tap import Receive, Tap, after, before, find, first, hang, is_module
+from eagle_trace_serving.parallel import place, split_over_ranks
+from eagle_trace_serving.taps import layer_taps
 from eagle_trace_sglang.layers import draft_layers
-from eagle_trace_sglang.ranks import key_value_heads, place
 
 
 def taps(model: Any) -> list[Tap]:
@@ -40,7 +41,7 @@ def taps(model: Any) -> list[Tap]:
 
 
 def _layer(n: int, path: str, model: Any) -> Iterator[Tap]:
-    at, attention, mlp = f"layer.{n}", f"{path}.self_attn", f"{path}.mlp"
+    at, attention = f"layer.{n}", f"{path}.self_attn"
     if n == 0:
         yield after(f"{path}.input_layernorm", f"{at}.embed_norm")
         yield after(f"{path}.hidden_norm", f"{at}.hidden_norm")
@@ -49,10 +50,7 @@ def _layer(n: int, path: str, model: Any) -> Iterator[Tap]:
         yield after(f"{path}.hidden_norm", f"{at}.hidden_norm", lambda output: output[0])
         yield after(f"{path}.hidden_norm", f"layer.{n - 1}.out", lambda output: output[1])
 
-    # each tensor-parallel rank computes a part of these; the embedding is summed over ranks, so are the output and down
-    # projections (see `partial_sums`), logits are gathered before they leave the model, and all else is the same
-    queries, keys = _split(find(model, f"{attention}.qkv_proj"))
-    inner, _ = _split(find(model, f"{mlp}.gate_up_proj"))
+    queries, keys = split_over_ranks(find(model, f"{attention}.qkv_proj"))
     # without the sizes, a fused projection cannot be told apart into its parts
     sizes = [f"{attention}.q_size", f"{attention}.kv_size"]
     fused = next((size for size in sizes if find(model, size) is None), f"{attention}.qkv_proj")
@@ -60,37 +58,11 @@ def _layer(n: int, path: str, model: Any) -> Iterator[Tap]:
     for part, start, end in (("q", 0, q), ("k", q, q + kv), ("v", q + kv, q + 2 * kv)):
         shard = queries if part == "q" else keys
         yield after(fused, f"{at}.attn.{part}", _columns(start, end), shard=shard)
-    # layers with equal settings share one rotary module
-    rotary = f"{attention}.rotary_emb"
-    yield after(rotary, f"{at}.attn.q_rope", lambda output: output[0], during=attention, shard=queries)
-    yield after(rotary, f"{at}.attn.k_rope", lambda output: output[1], during=attention, shard=keys)
-    yield before(f"{attention}.o_proj", f"{at}.attn.context", shard=queries)
-    yield after(f"{attention}.o_proj", f"{at}.attn.out")
-    yield after(f"{path}.post_attention_layernorm", f"{at}.mlp.norm", lambda output: output[0])
-    yield after(f"{path}.post_attention_layernorm", f"{at}.attn.residual", lambda output: output[1])
-    yield after(f"{mlp}.gate_up_proj", f"{at}.mlp.gate", lambda output: _halves(output)[0], shard=inner)
-    yield after(f"{mlp}.gate_up_proj", f"{at}.mlp.up", lambda output: _halves(output)[1], shard=inner)
-    yield after(f"{mlp}.act_fn", f"{at}.mlp.act", shard=inner)
-    yield after(f"{mlp}.down_proj", f"{at}.mlp.out")
+    yield from layer_taps(n, path, model)
 
 
 def _columns(start: int, end: int) -> Callable[[Any], Any]:
     return lambda output: first(output)[..., start:end]
-
-
-def _halves(output: Any) -> tuple[Any, Any]:
-    both = first(output)
-    middle = both.shape[-1] // 2
-    return both[..., :middle], both[..., middle:]
-
-
-def _split(linear: Any) -> tuple[Shard | None, Shard | None]:
-    """Which part of its outputs this rank computes of a parallel linear, and of its key/value heads if it has them."""
-    if not is_module(linear):
-        return None, None
-    shards = Shard(*place(linear)), key_value_heads(linear) if hasattr(linear, "num_kv_head_replicas") else None
-    whole, heads = (shard if shard is not None and shard.count > 1 else None for shard in shards)
-    return whole, heads
 
 
 def hook_draft(hooks: Hooks, model: Any, receive: Receive) -> dict[str, str]:

@@ -16,11 +16,12 @@ from eagle_trace_serving.host import Facts
 from eagle_trace_serving.orders import Order
 from eagle_trace_serving.recorder import Tell
 from eagle_trace_serving.recording import Recording
+from eagle_trace_serving.stored import checkpoint_names
 from eagle_trace_sglang.batches import batch_of, parents_of
 from eagle_trace_sglang.deployment import ONE_REPLICA
 from eagle_trace_sglang.graphs import has_graphs, hook_graph_boundaries, run_eagerly
 from eagle_trace_sglang.layers import draft_layers
-from eagle_trace_sglang.params import checkpoint_names, loaded_params
+from eagle_trace_sglang.params import loaded_params
 from eagle_trace_sglang.ranks import draft_place, replicas
 from eagle_trace_sglang.releases import check_release
 from eagle_trace_sglang.sites import hook_draft, partial_sums, taps, tell_missing

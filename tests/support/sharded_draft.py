@@ -39,7 +39,8 @@ def _held(draft: Path) -> dict[str, Any]:
     from transformers import LlamaConfig
 
     from eagle_trace.sites import draft_sites
-    from eagle_trace_sglang.params import checkpoint_names, loaded_params
+    from eagle_trace_serving.stored import checkpoint_names
+    from eagle_trace_sglang.params import loaded_params
     from eagle_trace_sglang.sites import partial_sums, shard_of
 
     model = LlamaForCausalLMEagle3(LlamaConfig.from_pretrained(draft))

@@ -199,7 +199,7 @@ def test_files_that_sglang_does_not_load_are_named(file: str, words: str, tmp_pa
 
 
 def test_the_recorder_finds_the_names_of_a_bin_without_reading_its_numbers(tmp_path: Path) -> None:
-    from eagle_trace_sglang.params import checkpoint_names
+    from eagle_trace_serving.stored import checkpoint_names
 
     folder = write(tmp_path, {f"model.{key}": one for key, one in STATE.items()})
     torch.save({"lr": 1}, folder / "training_args.bin")

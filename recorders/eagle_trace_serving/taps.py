@@ -1,0 +1,37 @@
+"""Where the sites of a decoder layer are that two servers have at one place, having vLLM's layers in common.
+
+What is received is the host's own tensor, to be copied at once: fused kernels write in place (norms overwrite both
+their inputs, rotation overwrites q and k).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from eagle_trace.recording.tap import Tap, after, before, find
+from eagle_trace_serving.parallel import halves, split_over_ranks
+
+
+def layer_taps(n: int, path: str, model: Any) -> Iterator[Tap]:
+    """The sites of decoder layer `n` at `path` from rotation on.
+
+    Each tensor-parallel rank computes a part of those with a shard. The embedding is summed over ranks, so are the
+    output and down projections unless a later kernel does so, logits are gathered before they leave the model, and all
+    else is the same on every rank.
+    """
+    at, attention, mlp = f"layer.{n}", f"{path}.self_attn", f"{path}.mlp"
+    queries, keys = split_over_ranks(find(model, f"{attention}.qkv_proj"))
+    inner, _ = split_over_ranks(find(model, f"{mlp}.gate_up_proj"))
+    # layers with equal settings share one rotary module
+    rotary = f"{attention}.rotary_emb"
+    yield after(rotary, f"{at}.attn.q_rope", lambda output: output[0], during=attention, shard=queries)
+    yield after(rotary, f"{at}.attn.k_rope", lambda output: output[1], during=attention, shard=keys)
+    yield before(f"{attention}.o_proj", f"{at}.attn.context", 0, "input_", shard=queries)
+    yield after(f"{attention}.o_proj", f"{at}.attn.out")
+    yield after(f"{path}.post_attention_layernorm", f"{at}.mlp.norm", lambda output: output[0])
+    yield after(f"{path}.post_attention_layernorm", f"{at}.attn.residual", lambda output: output[1])
+    yield after(f"{mlp}.gate_up_proj", f"{at}.mlp.gate", lambda output: halves(output)[0], shard=inner)
+    yield after(f"{mlp}.gate_up_proj", f"{at}.mlp.up", lambda output: halves(output)[1], shard=inner)
+    yield after(f"{mlp}.act_fn", f"{at}.mlp.act", shard=inner)
+    yield after(f"{mlp}.down_proj", f"{at}.mlp.out")
