@@ -64,6 +64,17 @@ class Hooks:
 
         self.replace(owner, name, wrapper)
 
+    def precede(self, owner: Any, name: str, observe: Callable[[tuple[Any, ...], dict[str, Any]], None]) -> None:
+        """Call `observe(args, kwargs)` before each call of the function ``owner.name``."""
+        original = getattr(owner, name)
+
+        @functools.wraps(original)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            observe(args, kwargs)
+            return original(*args, **kwargs)
+
+        self.replace(owner, name, wrapper)
+
     def on_removal(self, undo: Callable[[], None]) -> None:
         """Call `undo` when everything is taken off."""
         self._undo.append(undo)

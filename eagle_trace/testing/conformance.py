@@ -7,6 +7,7 @@ computes. What it computes is for `diff` to find out.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -28,7 +29,7 @@ Key = tuple[int, int, int, tuple[int, ...]]
 
 DIGEST = re.compile(r"[0-9a-f]{16}")
 #: what is selected of a small recording: some sites, roots and steps
-SOME = Selection.parse(sites="fc.*,logits,layer.0.attn.q", roots="1:6", steps="0:2")
+SOME = Selection.parse(sites="fc.*,logits,layer.0.attn.q", roots="3:40", steps="0:2")
 #: numbers of one recording may be those of another but for the order of a sum
 RELATIVE, ABSOLUTE = 1e-4, 1e-6
 
@@ -84,6 +85,8 @@ def conformance(subject: Subject, folder: Path) -> list[str]:
         except TraceError as error:
             broken.append(f"{name}: it cannot be read: {error}")
         else:
+            if traces[name].level != options.get("level", "values"):
+                broken.append(f"{name}: it is of level {traces[name].level}")
             kept = options.get("selection", EVERYTHING)
             broken.extend(f"{name}: {problem}" for problem in _alone(subject, traces[name], kept))
 
@@ -134,16 +137,17 @@ def _keys(trace: Trace) -> Iterator[str]:
 
 
 def _params(trace: Trace) -> Iterator[str]:
-    params = trace.params
-    if not len(params):
+    ranks = trace.params_by_rank()
+    if not ranks:
         yield "it lists no parameter"
-        return
-    if (params.canonical_name == "").any():
-        yield "a parameter has no canonical name"
-    if params.canonical_name.duplicated().any():
-        yield f"parameters are listed twice: {sorted(set(params.canonical_name[params.canonical_name.duplicated()]))}"
-    if not all(DIGEST.fullmatch(str(digest)) for digest in params.digest):
-        yield "the digest of a parameter is not BLAKE2b of 8 bytes in hex"
+    for _, rows in ranks:
+        names = Counter(row["canonical_name"] for row in rows)
+        if "" in names:
+            yield "a parameter has no canonical name"
+        if twice := sorted(name for name, count in names.items() if count > 1):
+            yield f"parameters are listed twice: {', '.join(twice)}"
+        if not all(DIGEST.fullmatch(str(row["digest"])) for row in rows):
+            yield "the digest of a parameter is not BLAKE2b of 8 bytes in hex"
 
 
 def _coverage(trace: Trace, selection: Selection) -> Iterator[str]:
@@ -252,13 +256,10 @@ def _captured(trace: Trace) -> int:
 
 def _figures(trace: Trace, site: str, what: str) -> dict[Key, NDArray[np.float32]]:
     """Norm, sketch or values of a site's rows, by key."""
-    given = (
-        trace.statistics(site).norm
-        if what == "norm"
-        else trace.sketch(site)
-        if what == "sketch"
-        else trace.values(site)
-    )
+    if site not in trace.kept_sites:
+        return {}
+    read = {"norm": lambda: trace.statistics(site).norm, "sketch": lambda: trace.sketch(site)}
+    given = read.get(what, lambda: trace.values(site))()
     return dict(zip(keys_of(trace.keys(site)), given, strict=True))
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from eagle_trace_serving.draft_rows import CallKind
+from eagle_trace_serving.draft_rows import CallKind, Index
 
 
 class ServedRequest(Protocol):
@@ -35,6 +35,11 @@ class ServedRequest(Protocol):
         """Why its answer ended: ``length``, ``stop``, ``abort`` or such; None as long as it goes on."""
         ...
 
+    @property
+    def has_media(self) -> bool:
+        """Whether its prompt has an image, a video or sound."""
+        ...
+
     def text(self, prompt_ids: list[int], answer_ids: list[int]) -> str:
         """Both as text; nothing where the server runs without a tokenizer."""
         ...
@@ -49,9 +54,11 @@ class Batch:
         mode: the server's own name of that, for the table of calls.
         rids: request ids [B].
         rows: rows of the forward, T.
-        tensors: the arrays of `draft_rows.DraftCall` by name (``input_ids`` [T], ...); None for what it has not.
+        tensors: the arrays of `draft_rows.DraftCall` by name (``input_ids`` [T], ...), on any device or numpy's; None
+            for what it has not.
         features: target features that the draft is fed [T, n * G]; None in a step.
         lengths: rows of each request as far as that is known without asking a device [B].
+        picked: rows of which there are logits where that is not all [B]; None for the last row of each request.
     """
 
     kind: CallKind
@@ -61,6 +68,7 @@ class Batch:
     tensors: Mapping[str, Any]
     features: Any = None
     lengths: Sequence[int] | None = None
+    picked: Index | None = None
 
 
 @dataclass(frozen=True)

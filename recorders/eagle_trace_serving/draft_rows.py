@@ -227,6 +227,12 @@ class RowTracker:
         request.committed |= enumerate(tokens, start=root + 1)
         return request.rounds
 
+    def commit(self, rid: str, place: int, tokens: Sequence[int]) -> None:
+        """Take note of tokens that the target committed from `place` on without a round."""
+        request = self._requests[rid]
+        request.verified = None
+        request.committed |= enumerate(tokens, start=place)
+
     def select_branches(self, parents: Ints | None, drafted: Ints | None = None) -> None:
         """Take note of what the draft chose for the next step.
 

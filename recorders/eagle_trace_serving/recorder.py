@@ -25,7 +25,7 @@ from eagle_trace.manifest import Manifest
 from eagle_trace.recording.hooks import Hooks
 from eagle_trace.store import as_place
 from eagle_trace.writer import TraceWriter
-from eagle_trace_serving.batches import ServedRequest, Verified
+from eagle_trace_serving.batches import ServedRequest
 from eagle_trace_serving.environment import SESSION
 from eagle_trace_serving.host import DraftWorker
 from eagle_trace_serving.orders import Order
@@ -38,7 +38,7 @@ CATCH_UP_SECONDS = 30.0
 LEAVE_SECONDS = 3.0
 
 #: passes an event to the recording that is going on, if there is one, such that an error ends it and not the server
-Tell = Callable[[Callable[[Recording], None]], None]
+Tell = Callable[[Callable[[Any], None]], None]
 
 
 @dataclass
@@ -86,15 +86,27 @@ class ServeRecorder:
 
     def arrived(self, request: ServedRequest) -> None:
         """A request was queued."""
-        self._guarded(lambda recording: recording.arrived(request))
+        self.tell(lambda recording: recording.arrived(request))
 
     def ended(self, rid: str) -> None:
         """A request was answered or aborted; with the last one the hooks come off."""
-        self._guarded(lambda recording: recording.ended(rid))
+        self.tell(lambda recording: recording.ended(rid))
 
-    def verified(self, verified: Callable[[], Verified | None]) -> None:
-        """A verify round is over; what it was is asked only while something is recorded."""
-        self._guarded(lambda recording: recording.verified(verified()))
+    def tell(self, event: Callable[[Any], None]) -> None:
+        """Pass an event to the recording that is going on, if there is one; an error ends it and not the server."""
+        active = self._active
+        if active is None:
+            return
+        try:
+            event(active.recording)
+        except Exception as error:  # noqa: BLE001 (reported, never raised into the host)
+            self._fail(active, error)
+
+    def fail(self, error: BaseException) -> None:
+        """What told this recorder of the server went wrong: end the recording that is going on."""
+        active = self._active
+        if active is not None:
+            self._fail(active, error)
 
     def between_batches(self) -> None:
         """No forward is running: take the hooks off if nothing is left to record."""
@@ -146,7 +158,7 @@ class ServeRecorder:
             for row in self._params():
                 writer.put_record("params", row)
             recording = self._draft.recording(order, writer)
-            self._draft.hang(hooks, self._guarded, order, manifest)
+            self._draft.hang(hooks, self.tell, order, manifest)
         except Exception as error:
             hooks.remove()
             writer.abort(error)
@@ -231,16 +243,6 @@ class ServeRecorder:
                 target=active.recording.abort, args=(error,), name="eagle-trace-abort", daemon=True
             ).start()
             self._say_failed(active.number, error, active.recording.writer.waited)
-
-    def _guarded(self, event: Callable[[Recording], None]) -> None:
-        """Tell the recording, if there is one, such that an error ends it and not the host's forward."""
-        active = self._active
-        if active is None:
-            return
-        try:
-            event(active.recording)
-        except Exception as error:  # noqa: BLE001 (reported, never raised into the host)
-            self._fail(active, error)
 
     def _say_failed(self, number: int | None, error: BaseException, waited: float = 0.0) -> None:
         self._say("failed", number, *_words(error), waited)

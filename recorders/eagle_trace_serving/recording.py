@@ -7,7 +7,7 @@ call. The scheduler's thread runs everything here but `seal` and `abort`.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -51,6 +51,7 @@ class Recording:
         self._admitted = Admitted(order.admission)
         self._tracker = RowTracker()
         self._requests: dict[str, ServedRequest] = {}
+        self._with_media = 0
         self._forward: Forward | None = None
         self._mode, self._batch_size = "", 0
         #: what the draft chose for its next step: tokens, parents of the branches in a tree, and how to read those
@@ -62,9 +63,15 @@ class Recording:
     # ---- requests ---------------------------------------------------------------------------------------------
 
     def arrived(self, request: ServedRequest) -> None:
-        """A request was queued."""
+        """A request was queued.
+
+        One with an image is passed over and counted: what is made of the image is in no trace, so training could not be
+        given it.
+        """
         rid = request.rid
-        if self._admitted.take(rid, request.prompt_ids):
+        if request.has_media:
+            self._with_media += self._admitted.admission.wants(rid)
+        elif self._admitted.take(rid, request.prompt_ids):
             number = self._admitted.ids[rid]
             self._stage.then(lambda: self._tracker.admit(rid, number))
             self._requests[rid] = request
@@ -81,6 +88,10 @@ class Recording:
     def _goes_on(self, rid: str) -> bool:
         """Whether a request is recorded and has not ended."""
         return rid in self._requests and rid not in self._admitted.ended
+
+    def request(self, rid: str) -> ServedRequest | None:
+        """A request that is recorded and has not ended."""
+        return self._requests[rid] if self._goes_on(rid) else None
 
     @property
     def done(self) -> bool:
@@ -132,28 +143,37 @@ class Recording:
     def open_call(self, batch: Batch | None) -> None:
         """The draft is about to run `batch`; None for one in which nothing of a request is computed."""
         self._forward = None
-        if batch is None or not self.writer.accepting or not any(map(self._goes_on, batch.rids)):
+        if batch is None or not self.is_recorded(batch.rids):
             return
         call, kind = self._forwards.calls, batch.kind
-        kept = {name: self._stage.keep(tensor) for name, tensor in batch.tensors.items() if tensor is not None}
+        kept = {name: self._keep(tensor) for name, tensor in batch.tensors.items() if tensor is not None}
         facts = cache(lambda: DraftCall(kind, batch.rids, **{name: held.array for name, held in kept.items()}))
         if kind == "step" and self._chosen is not None:
             self._stage.then(self._choose(*self._chosen))
             self._chosen = None
 
-        def last_rows() -> Index:
+        def picked() -> Index:
             known = facts()
+            if batch.picked is not None:
+                return batch.picked
             return known.last_rows if known.extend_lens is not None else np.arange(len(batch.rids), dtype=np.intp)
 
         self._forward = self._forwards.open(
             batch.rows,
             lambda: self._tracker.rows(facts(), call),
             candidates=self._candidates(batch) if self._stage.late else None,
-            picked=last_rows,
+            picked=picked,
         )
         self._mode, self._batch_size = batch.mode, len(batch.rids)
         if batch.features is not None:
             self._forward.take_features(batch.features)
+
+    def is_recorded(self, rids: Iterable[str]) -> bool:
+        """Whether a forward of these requests is one to capture."""
+        return self.writer.accepting and any(map(self._goes_on, rids))
+
+    def _keep(self, tensor: Any) -> Held:
+        return Held(tensor, None, tensor.nbytes) if isinstance(tensor, np.ndarray) else self._stage.keep(tensor)
 
     def _candidates(self, batch: Batch) -> Index | None:
         """Rows of the requests that are recorded, by what is known without asking a device; None for all."""
@@ -249,17 +269,9 @@ class Recording:
             name: array.reshape(-1, count) for name, array in kept.items() if name not in ("accepted", "lengths")
         }
         for b, rid in rids.items():
-            if rid not in self._tracker:
-                continue
-            root, tokens = int(kept["lengths"][b]) - 1, by_node["tokens"][b]
+            tokens = by_node["tokens"][b]
             answer = by_node["predicted"][b, : kept["accepted"][b]].tolist()
-            record = {
-                "prompt_id": self._tracker.prompt_id(rid),
-                "round": self._tracker.close_round(rid, root, [int(tokens[0]), *answer]),
-                "root": root,
-                "accepted": answer[:-1],
-                "bonus": answer[-1] if answer else -1,
-            }
+            tree: dict[str, Any] = {}
             if "best" in by_node:
                 parents = list(range(-1, count - 1))
                 if "children" in by_node:
@@ -269,7 +281,50 @@ class Recording:
                     "parents": parents[1:],
                     "target_argmax": by_node["best"][b].tolist(),
                 }
-                yield "record", ("rounds", record | tree)
+            yield from self._round(rid, int(kept["lengths"][b]) - 1, int(tokens[0]), answer, tree)
+
+    def close_round(self, rid: str, root: int, fed: int, kept: Sequence[int], tree: Mapping[str, Any]) -> None:
+        """A verify round of one request is over, all of which is known here and now.
+
+        Args:
+            rid: the request.
+            root: root that the round drafted from.
+            fed: the token at place root + 1, which the round started from.
+            kept: tokens it committed behind that: accepted ones, and the target's own.
+            tree: ``proposed``, ``parents`` and ``target_argmax`` of rounds.parquet.
+        """
+        written = tree if self._forwards.leads else {}
+        self._note(lambda: self._round(rid, root, fed, kept, written))
+
+    def commit(self, rid: str, place: int, tokens: Sequence[int]) -> None:
+        """The target committed tokens of a request from `place` on, and there was no round."""
+
+        def note() -> None:
+            if rid in self._tracker:
+                self._tracker.commit(rid, place, tokens)
+
+        self._note(note)
+
+    def _note(self, task: Callable[[], Iterable[Part] | None]) -> None:
+        with self._lock:
+            if not self._closed:
+                self._stage.then(task)
+                if not self._stage.late:
+                    self._forwards.send()
+
+    def _round(self, rid: str, root: int, fed: int, kept: Sequence[int], tree: Mapping[str, Any]) -> Iterator[Part]:
+        """Take note of a round; rank 0, which knows its `tree`, writes it down, the others only follow."""
+        if rid not in self._tracker:
+            return
+        record = {
+            "prompt_id": self._tracker.prompt_id(rid),
+            "round": self._tracker.close_round(rid, root, [fed, *kept]),
+            "root": root,
+            "accepted": list(kept[:-1]),
+            "bonus": kept[-1] if kept else -1,
+        }
+        if tree:
+            yield "record", ("rounds", record | dict(tree))
 
     # ---- the end ----------------------------------------------------------------------------------------------
 
@@ -302,6 +357,10 @@ class Recording:
 
     def _note_what_is_missing(self, prompts: list[dict[str, Any]]) -> None:
         manifest = self.writer.manifest
+        if self._with_media:
+            rows = f"{self._with_media} requests that came with an image, a video or sound"
+            why = "training is given tokens alone, so these were passed over: record the prompts as text"
+            manifest.not_materialised.append({"site": "*", "rows": rows, "why": why})
         cached = {row["prompt_id"]: row["cached_tokens"] for row in prompts if row["cached_tokens"]}
         if cached:
             rows = f"the first rows of {len(cached)} prompts ({sum(cached.values())} rows)"

@@ -39,6 +39,11 @@ class SGLangRequest:
         reason = self._request.finished_reason
         return None if reason is None else str(reason.to_json()["type"])
 
+    @property
+    def has_media(self) -> bool:
+        """Whether its prompt has an image, a video or sound."""
+        return getattr(self._request, "multimodal_inputs", None) is not None
+
     def text(self, prompt_ids: list[int], answer_ids: list[int]) -> str:
         """Both as text; nothing where the server runs without a tokenizer."""
         tokenizer = self._request.tokenizer

@@ -52,7 +52,7 @@ def _hook_scheduler() -> None:
     def verified(result: Any, worker: Any, batch: Any, *_args: Any, **_kwargs: Any) -> None:
         recorder = recorders.get(id(worker._draft_worker))
         if recorder is not None:
-            recorder.verified(lambda: verified_of(result, batch))
+            recorder.tell(lambda recording: recording.verified(verified_of(result, batch)))
 
     def arrived(_result: Any, _scheduler: Any, request: Any, is_retracted: bool = False, **_kwargs: Any) -> None:
         if is_retracted or is_probe(request):

@@ -111,7 +111,12 @@ class FakeHost:
             for rid, ids in PROMPTS.items():
                 recording.arrived(
                     SimpleNamespace(
-                        rid=rid, prompt_ids=ids, answer_ids=[ids[-1] + 1], finish_reason="length", text=lambda *_: ""
+                        rid=rid,
+                        prompt_ids=ids,
+                        answer_ids=[ids[-1] + 1],
+                        finish_reason="length",
+                        has_media=False,
+                        text=lambda *_: "",
                     )
                 )
         answer = []

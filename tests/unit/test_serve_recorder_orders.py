@@ -127,8 +127,8 @@ def test_what_fails_in_the_schedulers_thread_ends_the_recording_at_once(
     def broken(_: object) -> None:
         raise ZeroDivisionError("a bug")
 
-    recorder._guarded(broken)
-    recorder._guarded(broken)
+    recorder.tell(broken)
+    recorder.tell(broken)
     recorder.between_batches()
     assert time.monotonic() - started < 1
     name, number, why, detail, waited = main.hears()
@@ -148,7 +148,8 @@ def test_a_process_that_ends_seals_in_a_few_seconds_or_not_at_all(
     main.begin(1, tmp_path / "t")
     assert main.hears() == ("recording", 1)
     gate.clear()
-    arrived = SimpleNamespace(rid="a", prompt_ids=[1], answer_ids=[], finish_reason=None, text=lambda *_: "")
+    arrived = SimpleNamespace(rid="a", prompt_ids=[1], answer_ids=[], finish_reason=None, has_media=False)
+    arrived.text = lambda *_: ""
     recorder.arrived(arrived)
     started = time.monotonic()
     recorder._leave()

@@ -1,4 +1,4 @@
-"""The process that forks: ``python -m tests.support.warm.server SOCKET``, in the environment of SGLang on a CPU.
+"""The process that forks: ``python -m tests.support.warm.server SOCKET HOST``, in the environment of HOST on a CPU.
 
 It runs no tensor operation itself: a thread pool of torch's would be lost in the forked process and waited for.
 """
@@ -19,22 +19,45 @@ import traceback
 from pathlib import Path
 from typing import Any, NoReturn
 
-#: what SGLang's processes import before they are ready
-PRELOADED = (
-    "sglang",
-    "sglang.launch_server",
-    "sglang.srt.entrypoints.engine",
-    "sglang.srt.entrypoints.http_server",
-    "sglang.srt.managers.scheduler",
-    "sglang.srt.managers.detokenizer_manager",
-    "sglang.srt.speculative.eagle_worker_v2",
-    "sglang.srt.models.registry",
-    "sglang.srt.models.llama",
-    "sglang.srt.models.llama_eagle3",
-    "sglang.srt.layers.attention.intel_amx_backend",
-    "transformers.models.llama.tokenization_llama",
-    "eagle_trace_sglang.launch",
-)
+#: what a host's processes import before they are ready
+PRELOADED = {
+    "sglang": (
+        "sglang",
+        "sglang.launch_server",
+        "sglang.srt.entrypoints.engine",
+        "sglang.srt.entrypoints.http_server",
+        "sglang.srt.managers.scheduler",
+        "sglang.srt.managers.detokenizer_manager",
+        "sglang.srt.speculative.eagle_worker_v2",
+        "sglang.srt.models.registry",
+        "sglang.srt.models.llama",
+        "sglang.srt.models.llama_eagle3",
+        "sglang.srt.layers.attention.intel_amx_backend",
+        "transformers.models.llama.tokenization_llama",
+        "eagle_trace_sglang.launch",
+    ),
+    "vllm": (
+        "pandas",
+        "pyarrow.parquet",
+        "transformers.models.llama.tokenization_llama",
+        "vllm",
+        "vllm.entrypoints.openai.api_server",
+        "vllm.v1.engine.async_llm",
+        "vllm.v1.engine.core",
+        "vllm.v1.executor.multiproc_executor",
+        "vllm.v1.executor.uniproc_executor",
+        "vllm.v1.worker.cpu_worker",
+        "vllm.v1.worker.cpu_model_runner",
+        "vllm.v1.attention.backends.cpu_attn",
+        "vllm.model_executor.models.llama",
+        "vllm.model_executor.models.llama_eagle3",
+        "vllm.model_executor.models.qwen3_eagle3",
+        "eagle_trace_serving.attached",
+        "eagle_trace_serving.routes",
+        "eagle_trace_vllm.arming",
+        "eagle_trace_vllm.worker",
+    ),
+}
 
 
 class _Job:
@@ -52,7 +75,7 @@ class _Job:
 
 def main() -> NoReturn:
     """Import, listen, fork until the parent closes standard input."""
-    for name in PRELOADED:
+    for name in PRELOADED[sys.argv[2]]:
         importlib.import_module(name)
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(sys.argv[1])
@@ -79,7 +102,7 @@ def main() -> NoReturn:
             elif key.fileobj == 0:
                 for job in jobs.values():
                     job.end()
-                os._exit(0)  # taking all of SGLang's modules down in order can last half a minute
+                os._exit(0)  # taking all of a host's modules down in order can last half a minute
             elif (job := jobs.get(key.data)) is not None:
                 _hear(job, selector)
 
@@ -149,7 +172,9 @@ def _become(job: dict[str, Any], streams: list[int], selector: selectors.BaseSel
         os.chdir(job["folder"])
         _fill_memory()
         _take_path()
-        # SGLang's own processes are forked as well, and load its plugins as spawned ones do
+        # a host's own processes are forked as well, and load its plugins as spawned ones do
+        if "vllm" in sys.modules:
+            _fork_workers()
         multiprocessing.set_start_method("fork", force=True)
         multiprocessing.set_start_method = lambda *_args, **_kwargs: None  # type: ignore[assignment]
         os.register_at_fork(after_in_child=_plugins_anew)
@@ -193,9 +218,20 @@ def _take_path() -> None:
 
 
 def _plugins_anew() -> None:
-    from sglang.srt import plugins
+    if "vllm" in sys.modules:
+        from vllm import plugins
 
-    plugins._plugins_loaded = False
+        plugins.plugins_loaded = False
+    else:
+        from sglang.srt import plugins
+
+        plugins._plugins_loaded = False
+
+
+def _fork_workers() -> None:
+    """vLLM asks for spawned processes on a CPU, whatever it is told."""
+    forking = multiprocessing.get_context("fork")
+    multiprocessing.get_context = lambda *_args, **_kwargs: forking  # type: ignore[assignment]
 
 
 if __name__ == "__main__":

@@ -19,16 +19,15 @@ Warm = Callable[[], AbstractContextManager[None]]
 
 
 @contextmanager
-def warm_python() -> Iterator[list[str]]:
+def warm_python(host: str = "sglang") -> Iterator[list[str]]:
     """Start the server; the command that runs a module by it, for this process and those it starts."""
-    from sglang_cpu_eagle import cpu_environment
-
     with tempfile.TemporaryDirectory(prefix="eagle-trace-warm-") as folder:
         address = str(Path(folder) / "socket")
-        environment = cpu_environment(os.environ)
-        environment["PYTHONPATH"] = os.pathsep.join([environment["PYTHONPATH"], str(ROOT)])
+        environment = _environment(host)
+        ahead = filter(None, [environment.get("PYTHONPATH"), str(ROOT)])
+        environment["PYTHONPATH"] = os.pathsep.join(ahead)
         process = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.warm.server", address],
+            [sys.executable, "-m", "tests.support.warm.server", address, host],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=environment,
@@ -38,10 +37,20 @@ def warm_python() -> Iterator[list[str]]:
         assert process.stdout is not None
         try:
             while (line := process.stdout.readline()) != b"ready\n":
-                assert line, "the process that preloads SGLang ended"
+                assert line, f"the process that preloads {host} ended"
             os.environ[ADDRESS] = address
             yield [sys.executable, "-S", str(Path(__file__).with_name("client.py"))]
         finally:
             os.environ.pop(ADDRESS, None)
             process.stdin.close()
             process.wait(20)
+
+
+def _environment(host: str) -> dict[str, str]:
+    if host == "vllm":
+        from eagle_trace_vllm.deployment import cpu_environment as vllm_environment
+
+        return vllm_environment(os.environ, 1)
+    from sglang_cpu_eagle import cpu_environment
+
+    return cpu_environment(os.environ)

