@@ -23,6 +23,8 @@ $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check pip==25.3
 	$(BIN)/python -m pip install --quiet --editable '.[train,serve]' --group dev
+	# its pins cannot be met beside SGLang's; what of it is recorded needs none of them
+	$(BIN)/python -m pip install --quiet --no-deps specforge==0.2.0
 	@rm -f $(VENV)/.installed-*
 	@touch $@
 

@@ -319,6 +319,8 @@ _FACTS = {
     "config_digest": optional(text),
     "model_type": optional(text),
     "architecture": optional(text),
+    "captures": optional(lambda value: isinstance(value, bool)),
+    "captured_inputs": optional(listed(whole)),
     "layer_ids": optional(listed(whole)),
     "dropped_keys": optional(_TEXTS),
     "missing_keys": optional(_TEXTS),
@@ -332,6 +334,7 @@ _SETTINGS = {
     "sglang_args": optional(_TEXTS),
     "server_counts": optional(mapped(plain)),
     "selection": optional(mapped(plain)),
+    "layer_channels": optional(listed(small)),
 }
 
 #: whether a field's value is what it must be

@@ -152,6 +152,10 @@ def _parse(line: str, where: str) -> Prompt:
     if name == "messages":
         if not _is_conversation(value):
             raise PromptsError(f'{where}: "messages" must be a list of {{"role": ..., "content": ...}}')
+        if media := _media(value):
+            raise PromptsError(
+                f"{where} holds {media} beside its text, and only tokens are recorded and replayed: leave that part out"
+            )
         return Prompt(key, messages=tuple(value))
     if not isinstance(value, list) or not value or not all(type(i) is int and 0 <= i < 2**31 for i in value):
         raise PromptsError(f'{where}: "input_ids" must be a list of token ids that is not empty')
@@ -164,6 +168,22 @@ def _is_conversation(value: Any) -> bool:
         and bool(value)
         and all(isinstance(m, dict) and {"role", "content"} <= set(m) for m in value)
     )
+
+
+def _media(messages: Sequence[Mapping[str, Any]]) -> str | None:
+    """The kind of a part of these messages that is no text, as the line names it (``image_url``); None for text alone.
+
+    A chat template would write a placeholder for it, and both sides would compute a prompt without its image.
+    """
+    for message in messages:
+        parts = message["content"]
+        for part in parts if isinstance(parts, list) else ():
+            if not isinstance(part, dict):
+                continue
+            kind = part.get("type", "text" if "text" in part else next(iter(part), "text"))
+            if kind != "text":
+                return f"a part of type {kind!s:.40}"
+    return None
 
 
 def tokenize(prompt: Prompt, tokenizer: Tokenizer | None) -> list[int]:

@@ -106,6 +106,7 @@ TABLES: dict[str, pa.Schema] = {
             ("root", pa.int32()),
             ("layer", pa.int32()),
             ("sample", pa.list_(pa.float32())),
+            ("branch", pa.list_(pa.float32())),
         ]
     ),
     "floors": pa.schema(

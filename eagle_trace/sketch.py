@@ -97,6 +97,18 @@ def _split_mix(count: int) -> NDArray[np.uint64]:
     return z ^ (z >> np.uint64(31))
 
 
+def sample_channels(width: int, count: int = BUCKETS) -> NDArray[np.int64]:
+    """The channels by which hidden states of every layer are kept (layers.parquet): int64, ascending.
+
+    All of them if `width` is at most `count`; else the first `count` in the order of the sketch's random words, the
+    same for every trace. The manifest names them (`settings.layer_channels`).
+    """
+    if width <= count:
+        return np.arange(width, dtype=np.int64)
+    order = np.argsort(_split_mix(width) >> np.uint64(1), kind="stable")
+    return np.sort(order[:count]).astype(np.int64)
+
+
 @dataclass(frozen=True)
 class Reduced:
     """Rows reduced to what the levels ``stats`` and ``sketch`` keep of them.

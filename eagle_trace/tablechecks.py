@@ -24,7 +24,7 @@ REQUIRED: dict[str, Sequence[str]] = {
     "params": ("name", "canonical_name", "shape", "dtype", "digest", "norm", "nonfinite"),
     "topk": TABLES["topk"].names,
     "rounds": ("prompt_id", "round", "root", "proposed", "parents", "accepted", "bonus"),
-    "layers": TABLES["layers"].names,
+    "layers": ("prompt_id", "root", "layer", "sample"),
     "floors": TABLES["floors"].names,
     "metrics": ("name",),
 }
@@ -108,8 +108,13 @@ def _check_params(table: pa.Table) -> None:
 
 
 def _check_layers(table: pa.Table) -> None:
-    if len(np.unique(_lengths(table, "sample"))) > 1 or table.column("layer").to_numpy().min() < 0:
+    lengths = _lengths(table, "sample")
+    if len(np.unique(lengths)) > 1 or table.column("layer").to_numpy().min() < 0:
         raise ValueError("samples of a layer differ in length, or a layer is below 0")
+    if "branch" in table.column_names:
+        held = table.filter(pc.is_valid(table.column("branch")))
+        if held.num_rows and set(np.unique(_lengths(held, "branch"))) != set(lengths[:1].tolist()):
+            raise ValueError("a layer's last branch has not as many channels as its sample")
 
 
 def _check_values(table: pa.Table) -> None:

@@ -407,8 +407,16 @@ class TraceWriter:
             self._save()
         self._call = self._call if call is None else call
         self._dirty = True
-        for one in item() if kind == "late" else [(kind, item)]:
+        for one in self._made(item) if kind == "late" else [(kind, item)]:
             self._streams.add(*one)
+
+    def _made(self, make: Callable[[], Iterable[Part]]) -> list[Part]:
+        """The parts of a forward; where they cannot be made, what was taken before is kept."""
+        try:
+            return list(make())
+        except Exception:
+            self._save()
+            raise
 
     def _save(self) -> None:
         """Put all that was taken into whole files, and say in the open seal that they belong together."""

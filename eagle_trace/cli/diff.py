@@ -15,6 +15,8 @@ from eagle_trace.errors import OutputExistsError, UsageError
 from eagle_trace.printable import printable
 
 if TYPE_CHECKING:
+    from eagle_trace.reader import Trace
+    from eagle_trace_analysis import Diff
     from eagle_trace_analysis.comparison.fold import Executor
 
 
@@ -24,6 +26,8 @@ class Format(StrEnum):
     text = "text"
     json = "json"
     html = "html"
+    junit = "junit"
+    sarif = "sarif"
 
 
 class Sites(StrEnum):
@@ -47,7 +51,7 @@ def diff(
     ],
     format: Annotated[
         Format,
-        typer.Option(help="text; html: one file with plots, needs --out; json: for programs (docs/diff-json.md)."),
+        typer.Option(help="html: one file with plots, needs --out; json: for programs; junit, sarif: for a build."),
     ] = Format.text,
     sites: Annotated[
         Sites, typer.Option(help="text: sites in the table, those that diverged or all.")
@@ -79,6 +83,26 @@ def diff(
             show_default=False,
         ),
     ] = None,
+    tolerance: Annotated[
+        float, typer.Option(min=1.0, help="How many times its rounding floor the error of a site may be.")
+    ] = 4.0,
+    max_drop: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0,
+            max=1.0,
+            help="Fail if the accept length is lower than predicted by more than this share, e.g. 0.05.",
+            show_default=False,
+        ),
+    ] = None,
+    baseline: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TRACE",
+            help="A trace of OTHER's kind from when all was well: fail only for what is worse than in it.",
+            show_default=False,
+        ),
+    ] = None,
     allow_partial: Annotated[bool, typer.Option("--allow-partial", help="Read what is whole of a trace.")] = False,
     workers: Annotated[
         int | None,
@@ -100,49 +124,84 @@ def diff(
     A training with a server, two servers (releases, options, precisions, a healthy and a faulty one), or two
     trainings: docs/two-traces.md.
 
-    Exit status: 0 the traces agree, 1 they diverge, 2 they could not be compared.
+    Exit status: 0 the traces agree, 1 they diverge, 2 they could not be compared. With --max-drop also 1 for a lost
+    accept length; with --baseline 1 only for what is worse than it (docs/gate.md).
     """
     # small matrices only: threads of BLAS would spin, on a busy machine for longer than they compute
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    from eagle_trace.reader import open_trace
-    from eagle_trace_analysis import diff as compare
-    from eagle_trace_analysis.report.ending import next_command
-    from eagle_trace_analysis.report.json import to_json_text
-    from eagle_trace_analysis.report.text import print_diff, print_ending, render
-
     check_out(out, force=force)
     if workers is not None and scheduler is not None:
         raise UsageError("--workers counts threads of this machine and --scheduler names a cluster: give one of them")
     if format is Format.html:
-        from eagle_trace_analysis.report.html import render_html, require_plotly
+        from eagle_trace_analysis.report.html import require_plotly
 
         if out is None:
             raise UsageError("--format html needs a file to write to: --out report.html")
         require_plotly()
+    from eagle_trace.reader import open_trace
     from eagle_trace_analysis.pairing.roles import in_order
 
     train, serve = in_order(*(open_trace(path, allow_partial=allow_partial) for path in (reference, other)))
-    lent = open_trace(floors, allow_partial=allow_partial) if floors is not None else None
+    others = [open_trace(path, allow_partial=allow_partial) if path else None for path in (floors, baseline)]
     for folder in (train_draft, serve_draft, target):
         if folder is not None and not folder.is_dir():
-            raise UsageError(f"{folder} is no folder: give the folder of a checkpoint")
-    with _executor(workers, scheduler) as executor:
-        result = compare(train, serve, minimum_share=minimum_share, executor=executor, floors=lent)
-    if diagnose:
-        from eagle_trace_analysis.diagnosis.diagnose import Checkpoints, diagnosed
+            raise UsageError(f"{folder} is not a folder: give the folder of a checkpoint")
+    from eagle_trace_analysis.gate.compared import Compare
 
-        result = diagnosed(result, train, serve, Checkpoints(train_draft, serve_draft, target))
-    if out is not None:
-        if format is Format.html:
-            write_report(out, render_html(result, train=train, serve=serve))
-            print_ending(result, next_command=next_command(result, train, serve))
-        else:
-            write_report(out, to_json_text(result) if format is Format.json else render(result, sites=sites.value))
-    elif format is Format.json:
-        sys.stdout.write(to_json_text(result))
+    with _executor(workers, scheduler) as executor:
+        compare = Compare(
+            minimum_share=minimum_share, executor=executor, floors=others[0], tolerance=tolerance, max_drop=max_drop,
+            diagnose=diagnose, folders=(train_draft, serve_draft, target),
+        )  # fmt: skip
+        result = compare(train, serve, baseline=others[1])
+    if format is Format.text and out is None:
+        _print(result, train, serve, sites=sites.value, verbose=verbose)
     else:
-        print_diff(result, sites=sites.value, verbose=verbose, next_command=next_command(result, train, serve))
+        _write(result, train, serve, format, out, sites=sites.value)
     raise typer.Exit(result.exit_status)
+
+
+def _print(result: Diff, train: Trace, serve: Trace, *, sites: str, verbose: bool) -> None:
+    from eagle_trace_analysis.report.ending import next_command
+    from eagle_trace_analysis.report.text import print_diff
+
+    print_diff(result, sites=sites, verbose=verbose, next_command=next_command(result, train, serve))
+
+
+def _write(result: Diff, train: Trace, serve: Trace, format: Format, out: Path | None, *, sites: str) -> None:
+    """The report in a format for programs or files, to `out` or to standard output."""
+    text = render_as(result, train, serve, format, sites=sites)
+    if out is None:
+        sys.stdout.write(text)
+        return
+    write_report(out, text)
+    if format is not Format.json:
+        from eagle_trace_analysis.report.ending import next_command
+        from eagle_trace_analysis.report.text import print_ending
+
+        print_ending(result, next_command=next_command(result, train, serve))
+
+
+def render_as(result: Diff, train: Trace, serve: Trace, format: Format, *, sites: str = "diverged") -> str:
+    """A diff of two traces in one of the formats."""
+    if format is Format.html:
+        from eagle_trace_analysis.report.html import render_html
+
+        return render_html(result, train=train, serve=serve)
+    if format is Format.json:
+        from eagle_trace_analysis.report.json import to_json_text
+
+        return to_json_text(result)
+    if format is Format.text:
+        from eagle_trace_analysis.report.text import render
+
+        return render(result, sites=sites)
+    from eagle_trace_analysis.report.cases import cases_of_diff
+    from eagle_trace_analysis.report.junit import to_junit
+    from eagle_trace_analysis.report.sarif import to_sarif
+
+    suite = cases_of_diff(result)
+    return to_junit(suite) if format is Format.junit else to_sarif(suite, exit_status=result.exit_status)
 
 
 def _executor(workers: int | None, scheduler: str | None) -> AbstractContextManager[Executor]:
@@ -152,7 +211,7 @@ def _executor(workers: int | None, scheduler: str | None) -> AbstractContextMana
 
 
 def check_out(out: Path | None, *, force: bool) -> None:
-    """Find out before the comparison, not after it, that the report cannot be written (OutputExistsError, UsageError)."""
+    """Raises OutputExistsError or UsageError before the comparison, not after it, if no report can be written there."""
     if out is None:
         return
     if out.exists() and not force:

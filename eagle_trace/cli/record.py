@@ -46,7 +46,11 @@ def record(
     mode: Annotated[Mode, _option(RUN, "Which forward: of a draft in training, or of one that is served.")],
     out: Annotated[str, _option(RUN, "Folder to write the trace to, or its URL (s3://bucket/run.trace).")],
     host: Annotated[
-        str | None, _option(RUN, "The program to record: speculators, sglang, ... Default: the one that is installed.")
+        str | None,
+        _option(
+            RUN,
+            "The program: speculators, sglang, ... Default: the one installed, or that takes the draft.",
+        ),
     ] = None,
     draft: Annotated[Path | None, _option(RUN, "Draft checkpoint in the host's own format.")] = None,
     target: Annotated[Path | None, _option(RUN, "Target checkpoint, Hugging Face format.")] = None,
@@ -130,7 +134,7 @@ def record(
         if target is None or draft is None or prompts is None:
             raise UsageError("record --mode serve needs --target, --draft, --prompts and --out, or --attach URL")
         _refuse(replay is not None or features is not None, "--replay and --features belong to record --mode train")
-        run = _recorder(mode, host)
+        run = _recorder(mode, host, draft)
         common |= asking | {
             "target": target, "draft": draft, "dtype": dtype, "device": device, "max_bytes": budget,
             "steps": 3 if steps is None else steps, "topk": topk, "draft_tokens": draft_tokens,
@@ -152,7 +156,7 @@ def record(
         _refuse(
             (prompts is None) == (replay is None), "record --mode train needs exactly one of --prompts and --replay"
         )
-        run = _recorder(mode, host)
+        run = _recorder(mode, host, draft)
         common |= {
             "target": target, "draft": draft, "dtype": dtype, "device": device, "max_bytes": budget,
             "replay": None if replay is None else as_place(replay),
@@ -166,11 +170,11 @@ def record(
     typer.echo(printable(_next_command(mode, path, replay, target)))
 
 
-def _recorder(mode: Mode, host: str | None) -> Callable[..., Place]:
-    """What records the host called `host`, or the only one that is installed."""
+def _recorder(mode: Mode, host: str | None, draft: Path | None) -> Callable[..., Place]:
+    """What records the host called `host`, or the one that is installed and takes the draft."""
     from eagle_trace.recording.hosts import KINDS, find_host
 
-    record: Callable[..., Place] = find_host(KINDS[mode.value], host).record
+    record: Callable[..., Place] = find_host(KINDS[mode.value], host, draft=draft).record
     return record
 
 

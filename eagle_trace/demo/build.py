@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import copy
 import json
 import math
 import os
@@ -29,7 +30,7 @@ from eagle_trace.demo import prompts_file
 
 if TYPE_CHECKING:
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 SEED = 20
 THREADS = 2
@@ -86,7 +87,7 @@ def _is_prose(text: str) -> bool:
     return text[0].isupper() and text[-1] in ".:" and words >= 0.85 * len(text)
 
 
-def write_tokenizer(folder: Path) -> None:
+def write_tokenizer(folder: Path, further: Sequence[str] = ()) -> PreTrainedTokenizerFast:
     """A byte-level tokenizer: byte b is id b, then the special tokens; no merges, nothing added on encode."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -96,12 +97,14 @@ def write_tokenizer(folder: Path) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     specials = {"bos_token": "<|bos|>", "eos_token": "<|eos|>", "pad_token": "<|pad|>"}
-    tokenizer.add_special_tokens([AddedToken(s, special=True, normalized=False) for s in specials.values()])
+    names = [*specials.values(), *further]
+    tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in names])
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, model_max_length=1024, **specials
     )
     fast.chat_template = "{{ bos_token }}{% for message in messages %}{{ message['content'] }}{% endfor %}"
     fast.save_pretrained(folder)
+    return fast
 
 
 def _byte_alphabet() -> list[str]:
@@ -189,13 +192,10 @@ def _schedule(peak: float, step: int, steps: int) -> float:
     return peak * warm_up * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * step / steps)))
 
 
-def train_target(documents: Sequence[Sequence[str]], budget: Budget) -> LlamaForCausalLM:
-    """Train on all of the corpus, then round the weights to bfloat16 (returned as float32)."""
+def train_target(model: PreTrainedModel, documents: Sequence[Sequence[str]], budget: Budget) -> PreTrainedModel:
+    """Train a fresh model on all of the corpus, then round its weights to bfloat16 (returned as float32)."""
     import torch
-    from transformers import LlamaForCausalLM
 
-    torch.manual_seed(SEED)
-    model = LlamaForCausalLM(target_config())
     peak = 4e-3
     optimizers = _optimizers(model, peak)
     batches = _windows(documents, budget)
@@ -205,14 +205,14 @@ def train_target(documents: Sequence[Sequence[str]], budget: Budget) -> LlamaFor
         loss = torch.nn.functional.cross_entropy(logits_BTV.flatten(0, 1), ids_BT[:, 1:].flatten())
         _step(optimizers, loss, _schedule(peak, step, budget.target_steps))
         if step % 50 == 0 or step == budget.target_steps - 1:
-            _log(f"target step {step}: {loss.item():.3f} nats/byte")
+            log(f"target step {step}: {loss.item():.3f} nats/byte")
     return model.to(torch.bfloat16).float().eval()
 
 
 # ---------------------------------------------------------------- answers
 
 
-def answer_prompts(model: LlamaForCausalLM, documents: Sequence[Sequence[str]], count: int) -> list[Answer]:
+def answer_prompts(model: PreTrainedModel, documents: Sequence[Sequence[str]], count: int) -> list[Answer]:
     """Greedy answers to the starts of random sentences; one prompt length a batch, so nothing is padded."""
     import torch
 
@@ -251,7 +251,7 @@ class Features(NamedTuple):
     mask: torch.Tensor
 
 
-def target_features(model: LlamaForCausalLM, answers: Sequence[Answer]) -> list[Features]:
+def target_features(model: PreTrainedModel, answers: Sequence[Answer], layers: Sequence[int]) -> list[Features]:
     """The target's own hidden states on its answers; the last ones are taken in front of its final norm."""
     import torch
 
@@ -262,7 +262,7 @@ def target_features(model: LlamaForCausalLM, answers: Sequence[Answer]) -> list[
         for answer in answers:
             ids = torch.tensor(answer.ids)
             hidden = model(ids[None], output_hidden_states=True).hidden_states
-            aux = torch.cat([hidden[i][0] for i in AUX_LAYERS], dim=-1)
+            aux = torch.cat([hidden[i][0] for i in layers], dim=-1)
             mask = torch.arange(len(ids)) >= answer.prompt_tokens
             features.append(Features(ids, aux, before_norm.pop()[0], mask))
     hook.remove()
@@ -299,16 +299,27 @@ def _packed(features: Sequence[Features]) -> dict[str, torch.Tensor]:
     }
 
 
-def train_draft(target_folder: Path, answers: Sequence[Answer], features: Sequence[Features], budget: Budget) -> Any:
+def draft_config(target: PreTrainedConfig) -> PreTrainedConfig:
+    """The decoder config of a draft for a Llama target."""
+    config = copy.deepcopy(target)
+    config.update({"num_hidden_layers": 1, "tie_word_embeddings": False})
+    return config
+
+
+def train_draft(
+    target_folder: Path,
+    config: PreTrainedConfig,
+    layers: Sequence[int],
+    answers: Sequence[Answer],
+    features: Sequence[Features],
+    budget: Budget,
+) -> Any:
     """Train speculators' Eagle3DraftModel with its own loss; returns it rounded to bfloat16."""
     import torch
     from speculators.losses import resolve_loss_config
     from speculators.models.eagle3 import Eagle3DraftModel
-    from transformers import AutoConfig
 
     torch.manual_seed(SEED)
-    config = AutoConfig.from_pretrained(target_folder)
-    config.update({"num_hidden_layers": 1, "tie_word_embeddings": False})
     d2t, t2d = draft_vocabulary(answers)
     draft = Eagle3DraftModel.from_training_args(
         config,
@@ -319,7 +330,7 @@ def train_draft(target_folder: Path, answers: Sequence[Answer], features: Sequen
         norm_output=False,
         embed_requires_grad=False,
         ttt_steps=TTT_STEPS,
-        target_layer_ids=AUX_LAYERS,
+        target_layer_ids=list(layers),
         verifier_name_or_path=str(target_folder),
         draft_attn_impl="eager",
     ).float()
@@ -333,7 +344,7 @@ def train_draft(target_folder: Path, answers: Sequence[Answer], features: Sequen
         _, loss, metrics = draft(**batch, ttt_steps=TTT_STEPS, loss_config=loss_config)
         _step(optimizers, loss, _schedule(peak, step, budget.draft_steps))
         if step % 50 == 0 or step == budget.draft_steps - 1:
-            _log(f"draft step {step}: loss {loss.item():.3f}, accuracy {_accuracy(metrics)}")
+            log(f"draft step {step}: loss {loss.item():.3f}, accuracy {_accuracy(metrics)}")
     return draft.to(torch.bfloat16)
 
 
@@ -351,10 +362,8 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def save_target(model: LlamaForCausalLM, folder: Path) -> None:
+def save_target(model: PreTrainedModel, folder: Path) -> None:
     """Config, bfloat16 weights, generation config and tokenizer."""
-    import copy
-
     import torch
 
     copy.deepcopy(model).to(torch.bfloat16).save_pretrained(folder)
@@ -362,9 +371,9 @@ def save_target(model: LlamaForCausalLM, folder: Path) -> None:
     write_tokenizer(folder)
 
 
-def save_draft(draft: Any, folder: Path) -> None:
+def save_draft(draft: Any, folder: Path, verifier: str = VERIFIER_NAME) -> None:
     """The draft as speculators saves it, without the code it puts beside it."""
-    draft.config.speculators_config.verifier.name_or_path = VERIFIER_NAME
+    draft.config.speculators_config.verifier.name_or_path = verifier
     draft.save_pretrained(folder)
     (folder / "model.safetensors").chmod(0o644)
     # Speculators adds a copy of its own config.py and an `auto_map` to it: no code in a model folder.
@@ -374,30 +383,41 @@ def save_draft(draft: Any, folder: Path) -> None:
     _write_json(folder / "config.json", config)
 
 
-def build(out: Path, budget: Budget) -> None:
-    """Train both models and write both folders under `out`."""
+def prepare() -> None:
+    """Make training give the same weights each time: threads, seeds, deterministic algorithms."""
     # Read when torch is first imported: spinning threads make a shared machine ten times slower.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     import torch
 
     torch.set_num_threads(THREADS)
     torch.use_deterministic_algorithms(True)
+    torch.manual_seed(SEED)
+
+
+def build(out: Path, budget: Budget) -> None:
+    """Train both models and write both folders under `out`."""
+    prepare()
+    from transformers import LlamaForCausalLM
+
     documents = corpus()
-    _log(f"{sum(len(p) for d in documents for p in d)} bytes of text")
-    target = train_target(documents, budget)
+    log(f"{sum(len(p) for d in documents for p in d)} bytes of text")
+    target = train_target(LlamaForCausalLM(target_config()), documents, budget)
     save_target(target, out / "target")
     answers = answer_prompts(target, documents, budget.answers)
-    _log(f"{len(answers)} answers, {sum(len(a.ids) - a.prompt_tokens for a in answers)} tokens")
-    draft = train_draft(out / "target", answers, target_features(target, answers), budget)
-    save_draft(draft, out / "draft")
-    _log(f"wrote {out}")
+    log(f"{len(answers)} answers, {sum(len(a.ids) - a.prompt_tokens for a in answers)} tokens")
+    features = target_features(target, answers, AUX_LAYERS)
+    save_draft(
+        train_draft(out / "target", draft_config(target.config), AUX_LAYERS, answers, features, budget), out / "draft"
+    )
+    log(f"wrote {out}")
 
 
 _SUMMARY = "Rebuild the demo models."
 _STARTED = time.perf_counter()
 
 
-def _log(line: str) -> None:
+def log(line: str) -> None:
+    """Print a line behind the seconds since the start."""
     print(f"[{time.perf_counter() - _STARTED:6.1f} s] {line}", flush=True)
 
 

@@ -38,7 +38,7 @@ _RENAMED = {
     "model.mm_projector.": "mm_projector.",
     "vision_tower.encoder.patch_embed.": "vision_tower.patch_embed.",
 }
-_VISION_WIDTH = 64
+_VISION_WIDTH = 32
 
 _PROCESSOR = '''"""The processor of a tiny Kimi-K2.5: transformers' own, with what SGLang asks of the published one."""
 

@@ -81,13 +81,16 @@ def _attention(n: int, into: tuple[str, ...], stream: str) -> list[Site]:
         f"{at}.k", ("K",), "value", "all", into, product=True, split_by="key/value heads",
         parameters=(f"{module}.k_proj", f"{module}.k_norm"), meaning="keys before rotation",
     )  # fmt: skip
-    turned = {"rotated": True, "kernel_roundings": _ROTATION, "product": False, "parameters": ()}
+    turned = replace(q, rotated=True, kernel_roundings=_ROTATION, product=False, parameters=())
     return [
         q,
         k,
         replace(k, name=f"{at}.v", parameters=(f"{module}.v_proj",), meaning="values"),
-        replace(q, name=f"{at}.q_rope", inputs=(q.name, "position"), meaning="rotated queries", **turned),
-        replace(k, name=f"{at}.k_rope", inputs=(k.name, "position"), meaning="rotated keys", **turned),
+        replace(turned, name=f"{at}.q_rope", inputs=(q.name, "position"), meaning="rotated queries"),
+        replace(
+            turned, name=f"{at}.k_rope", axes=k.axes, inputs=(k.name, "position"), split_by=k.split_by,
+            meaning="rotated keys",
+        ),
         Site(
             f"{at}.context", ("A",), "value", "all", (f"{at}.q_rope", f"{at}.k_rope", f"{at}.v"),
             carried=(f"{at}.k_rope", f"{at}.v"), roundings=2, kernel_roundings=_ATTENTION, split_by="query heads",

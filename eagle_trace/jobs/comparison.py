@@ -12,7 +12,7 @@ from eagle_trace import __version__
 from eagle_trace.errors import UsageError
 from eagle_trace.jobs.fingerprint import of_folder, of_text
 from eagle_trace.jobs.questions import write_prompts
-from eagle_trace.jobs.servers import Ask, Running, Server, installed
+from eagle_trace.jobs.servers import Ask, Pair, Running, Server, installed
 from eagle_trace.jobs.workspace import Workspace
 from eagle_trace.reader import Trace, open_trace
 from eagle_trace.recording.hosts import find_host
@@ -76,6 +76,21 @@ class Asked:
 
     def _paths(self) -> dict[str, Path | None]:
         return {"target": self.target, "trained": self.trained, "deployed": self.deployed, "prompts": self.prompts}
+
+
+@dataclass(frozen=True)
+class Judged:
+    """What the two traces are asked for: see `eagle_trace_analysis.diff` and `eagle_trace_analysis.gate`.
+
+    Attributes:
+        minimum_share, tolerance, max_drop: as there.
+        baseline: place of the trace that the other one must not be worse than.
+    """
+
+    minimum_share: float = 0.5
+    tolerance: float = 4.0
+    max_drop: float | None = None
+    baseline: str | None = None
 
 
 class Comparison:
@@ -182,7 +197,7 @@ class Comparison:
         if inputs is not None and (found := self.workspace.find(name, inputs)) is not None:
             return self._again(name, found)
         self.workspace.forget(name)
-        server.record(self.asked.target, draft, prompts, ask, place, self._said(server))
+        server.record(Pair(self.asked.target, draft), prompts, ask, place, self._said(server))
         if inputs is not None:
             self.workspace.note(name, inputs, open_trace(place).manifest.recording)
         return open_trace(place)
@@ -211,7 +226,7 @@ class Comparison:
         if serve.manifest.recording and (found := self.workspace.find(TRAIN, inputs)) is not None:
             return self._again(TRAIN, found)
         self.workspace.forget(TRAIN)
-        find_host("trainer").record(
+        find_host("trainer", draft=draft).record(
             target=self.asked.target, draft=draft, out=place, prompts=None, replay=serve.path, features="compute",
             steps=None, dtype="auto", device=ask.device, level=ask.level, max_bytes=None, force=True,
             argv=list(self.asked.argv), progress=lambda message: self.progress(f"training: {message}"),
@@ -231,16 +246,18 @@ class Comparison:
 
     # ---- the answer
 
-    def diff(self, reference: Trace, other: Trace, *, minimum_share: float) -> Diff:
-        """Compare the two, and look for the cause."""
-        from eagle_trace_analysis import diff
-        from eagle_trace_analysis.diagnosis.diagnose import Checkpoints, diagnosed
+    def diff(self, reference: Trace, other: Trace, judged: Judged) -> Diff:
+        """Compare the two, look for the cause, and apply the gate."""
+        from eagle_trace_analysis.gate.compared import Compare
 
         self.progress("comparing")
-        found = diff(reference, other, minimum_share=minimum_share, floors=self.floors)
         served = self.asked.deployed
-        folders = Checkpoints(served if self.asked.two_servers else None, served, self.asked.target)
-        return diagnosed(found, reference, other, folders)
+        compare = Compare(
+            minimum_share=judged.minimum_share, tolerance=judged.tolerance, max_drop=judged.max_drop,
+            floors=self.floors, folders=(served if self.asked.two_servers else None, served, self.asked.target),
+        )  # fmt: skip
+        before = open_trace(judged.baseline) if judged.baseline is not None else None
+        return compare(reference, other, baseline=before)
 
 
 def pointless(result: CheckResult) -> list[Finding]:

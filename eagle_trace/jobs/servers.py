@@ -50,19 +50,31 @@ class Ask:
     server_args: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True)
+class Pair:
+    """Folders of the target and of the draft as it is served; no draft where every server runs already."""
+
+    target: Path
+    draft: Path | None
+
+    @property
+    def needed_draft(self) -> Path:
+        """The draft, for a server that has to be started (UsageError where there is none)."""
+        if self.draft is None:
+            raise UsageError("a server that is to be started needs a draft: give --deployed, or --trained to export")
+        return self.draft
+
+
 class Server(Protocol):
-    """Something that can be recorded.
+    """Something that can be recorded; `called` is its name in messages."""
 
-    Attributes:
-        called: what to call it in messages.
-    """
-
-    called: str
+    @property
+    def called(self) -> str: ...
 
     def inputs(self) -> dict[str, Any] | None:
         """What decides its recording beside checkpoints, prompts and options; None if that cannot be known."""
 
-    def record(self, target: Path, draft: Path | None, prompts: Path, ask: Ask, out: Path, progress: Progress) -> None:
+    def record(self, pair: Pair, prompts: Path, ask: Ask, out: Path, progress: Progress) -> None:
         """Leave a sealed trace at `out`, replacing one that is there."""
 
 
@@ -80,15 +92,14 @@ class Here:
         """Host, releases and environment variables."""
         return {"host": self.host, "packages": installed(), "environment": of_environment()}
 
-    def record(self, target: Path, draft: Path | None, prompts: Path, ask: Ask, out: Path, progress: Progress) -> None:
+    def record(self, pair: Pair, prompts: Path, ask: Ask, out: Path, progress: Progress) -> None:
         """Start it, record, end it."""
-        if draft is None:
-            raise UsageError("a server that is to be started needs a draft: give --deployed, or --trained to export")
         options = asdict(ask)
         options["host_args"] = options.pop("server_args")
         find_host("server", self.host).record(
-            target=target, draft=draft, prompts=prompts, out=out, force=True, progress=progress, **options
-        )
+            target=pair.target, draft=pair.needed_draft, prompts=prompts, out=out, force=True, progress=progress,
+            **options,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -113,13 +124,11 @@ class Elsewhere:
         """
         return {"python": str(self.python.absolute()), "packages": self._packages(), "environment": of_environment()}
 
-    def record(self, target: Path, draft: Path | None, prompts: Path, ask: Ask, out: Path, progress: Progress) -> None:
+    def record(self, pair: Pair, prompts: Path, ask: Ask, out: Path, progress: Progress) -> None:
         """Run `record --mode serve` there."""
-        if draft is None:
-            raise UsageError("a server that is to be started needs a draft: give --deployed, or --trained to export")
         options = {name: value for name, value in asdict(ask).items() if name != "server_args" and value is not None}
         words = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
-        paths = [f"--target={target}", f"--draft={draft}", f"--prompts={prompts}", f"--out={out}"]
+        paths = [f"--target={pair.target}", f"--draft={pair.needed_draft}", f"--prompts={prompts}", f"--out={out}"]
         last = ["--", *ask.server_args] if ask.server_args else []
         self._run(["record", "--mode=serve", *paths, *words, "--force", *last], progress)
 
@@ -151,9 +160,10 @@ class Elsewhere:
         said: list[str] = []
         try:
             assert process.stderr is not None
-            for line in process.stderr:
-                said.append(line.rstrip("\n"))
-                progress(f"{self.called}: {said[-1]}")
+            with process.stderr as lines:
+                for line in lines:
+                    said.append(line.rstrip("\n"))
+                    progress(f"{self.called}: {said[-1]}")
             status = process.wait()
         except BaseException:
             process.terminate()  # it takes its server down before it ends
@@ -182,8 +192,9 @@ class Running:
     def inputs(self) -> None:
         """Nobody can say whether it is the server that answered last time."""
 
-    def record(self, target: Path, draft: Path | None, prompts: Path, ask: Ask, out: Path, progress: Progress) -> None:
-        """Have it record our prompts, and fetch the trace."""
+    def record(self, pair: Pair, prompts: Path, ask: Ask, out: Path, progress: Progress) -> None:
+        """Have it record our prompts, and fetch the trace; target and draft are those it has."""
+        del pair
         if ask.server_args:
             raise UsageError("a server that runs already has its arguments: leave out what follows --")
         from eagle_trace_serving.record import attach
@@ -196,7 +207,7 @@ class Running:
 
 
 def servers_of(
-    hosts: Sequence[str], environments: Sequence[Path], against: str | None, keys: Mapping[str, str | None]
+    hosts: Sequence[str], environments: Sequence[Path], against: str | None, keys: Mapping[str, Any]
 ) -> list[Server]:
     """The servers that were asked for, the reference first: one, or two to be compared with each other.
 
@@ -210,7 +221,7 @@ def servers_of(
         raise UsageError("--host starts a server here and --env one in another environment: give one of the two")
     found += [Here(host) for host in hosts]
     if against is not None:
-        found.append(Running(against, **keys))
+        found.append(Running(against, keys.get("api_key"), keys.get("admin_api_key")))
     found = found or [Here(find_host("server").name)]
     if len(found) > 2:
         raise UsageError(f"{len(found)} servers were named: give one, or two to compare them with each other")

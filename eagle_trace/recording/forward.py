@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,61 @@ TOPK = 10
 BEST_SITES = ("topk.draft_id", "topk.target_id")
 
 
+@dataclass(frozen=True)
+class _Kind:
+    """Rows of one site, and what is kept of them.
+
+    Attributes:
+        site: its name.
+        level: of the trace.
+        dtype: on-disk name.
+        width: elements of a row, of this rank's part of it.
+        shard: which part that is.
+        wanted: whether anything is kept that is made of them.
+        kept: whether they are kept themselves.
+        cut: the target layers' features that are made of them.
+    """
+
+    site: str
+    level: str
+    dtype: str
+    width: int
+    shard: Shard | None
+    wanted: bool
+    kept: bool
+    cut: tuple[tuple[str, slice], ...]
+
+    @property
+    def whole_width(self) -> int:
+        """Elements of a row that all ranks have together."""
+        return self.width * (self.shard.count if self.shard else 1)
+
+    @cached_property
+    def row_bytes(self) -> int:
+        """What a row takes in the traces of all ranks together: all of them must stop before the same forward."""
+        if self.level == "shapes" or not self.kept:
+            return 0
+        return row_bytes(self.dtype, self.width, self.level, self.shard) * (self.shard.count if self.shard else 1)
+
+    @cached_property
+    def cut_bytes(self) -> int:
+        """What the target layers' features of a row take."""
+        widths = [columns.stop - columns.start for _, columns in self.cut]
+        return sum(row_bytes(self.dtype, width, self.level) for width in widths)
+
+
+@dataclass
+class _Taken:
+    """What was copied of one site."""
+
+    held: Held
+    kind: _Kind
+    #: they are the rows `picked`, not the forward's own choice
+    picked: bool
+    #: they were reduced on their device
+    reduced: bool = False
+
+
 @dataclass
 class Forwards:
     """Opens the forwards of one recording, one after the other.
@@ -44,7 +100,7 @@ class Forwards:
         selection: which sites and rows to keep.
         target_width: width of one target layer's features.
         target_ids: target id of each draft id (d2t, applied) [draft vocabulary]; None where they are the same.
-        shards: which part of a site's last axis this rank computes, for sites of which it computes a part.
+        shard_of: which part of a site's last axis this rank computes; None where it computes all of it.
         in_full: bring all rows of all sites over as they are, whatever the trace keeps of them.
         stage: brings over what is kept.
         calls: forwards handed over so far.
@@ -55,12 +111,12 @@ class Forwards:
     selection: Selection
     target_width: int
     target_ids: Array | None = None
-    shards: Mapping[str, Shard | None] = field(default_factory=dict)
+    shard_of: Callable[[str], Shard | None] = lambda _site: None
     in_full: bool = False
     stage: Stage = field(default_factory=Stage)
     calls: int = 0
     rows: int = 0
-    _made_of: dict[tuple[str, int], tuple[bool, list[tuple[str, slice]]]] = field(default_factory=dict)
+    _kinds: dict[tuple[str, int, str], _Kind] = field(default_factory=dict)
 
     def open(
         self,
@@ -95,15 +151,21 @@ class Forwards:
         if not load.empty:
             self.writer.put_late(load.parts, load.nbytes + size, call=call, kept=kept)
 
-    def made_of(self, site: str, width: int) -> tuple[bool, list[tuple[str, slice]]]:
-        """Whether anything is kept of a site of a width, and which target layers' features it is cut into."""
-        if (site, width) not in self._made_of:
-            wants = self.selection.wants
+    def kind_of(self, site: str, width: int, dtype: str) -> _Kind:
+        """What becomes of rows of a site, which a host always computes alike."""
+        key = site, width, dtype
+        if key not in self._kinds:
+            wants, shard = self.selection.wants, self.shard_of(site)
             cut = fused_slices(width, self.target_width) if site == "fused" else []
             cut = [(name, columns) for name, columns in cut if wants(name)]
-            kept = self.in_full or wants(site) or bool(cut) or (site == "logits" and self.keeps_best)
-            self._made_of[site, width] = kept, cut
-        return self._made_of[site, width]
+            wanted = self.in_full or wants(site) or bool(cut) or (site == "logits" and self.keeps_best)
+            self._kinds[key] = _Kind(site, self.level, dtype, width, shard, wanted, wants(site), tuple(cut))
+        return self._kinds[key]
+
+    @property
+    def level(self) -> str:
+        """How much is kept of each row."""
+        return self.writer.manifest.level
 
     @property
     def leads(self) -> bool:
@@ -127,23 +189,12 @@ def offsets_to_ids(d2t: Array | None) -> Array | None:
     return None if d2t is None else np.arange(len(d2t)) + d2t
 
 
-@dataclass
-class _Taken:
-    """What was copied of one site: its rows as they are, or reduced on their device."""
-
-    held: Held
-    dtype: str
-    width: int
-    #: they are the rows `picked`, not the forward's own choice
-    picked: bool
-    reduced: bool
-
-
 class Forward:
     """One forward; see `Forwards.open`.
 
     Attributes:
         call: its number.
+        tokens: rows of it, T.
         picked: rows of the forward that a tensor of fewer rows holds.
     """
 
@@ -158,9 +209,9 @@ class Forward:
     ) -> None:
         self._all = forwards
         self._stage = forwards.stage
-        self._level = forwards.writer.manifest.level
+        self._level = forwards.level
         self.call = call
-        self._tokens = tokens
+        self.tokens = tokens
         self._keys, self.picked = keys, picked
         self._rows: Rows | None = None
         self._index: Index | None = None
@@ -200,35 +251,37 @@ class Forward:
 
     def take(self, site: str, tensor: Any) -> None:
         """Keep the rows of a site: the host's own tensor [..., W] with T rows, or with those of `picked`."""
-        width = tensor.shape[-1]
-        rows = tensor if len(tensor.shape) == 2 else tensor.reshape(-1, width)
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        shard = self._all.shards.get(site)
-        self._shapes[site] = ([len(rows), width * (shard.count if shard else 1)], dtype)
-        wanted, cut = self._all.made_of(site, width)
-        if not wanted or (self._level == "shapes" and not self._all.in_full):
+        rows = tensor if len(tensor.shape) == 2 else tensor.reshape(-1, tensor.shape[-1])
+        count, width = rows.shape
+        kind = self._all.kind_of(site, width, tensors.dtype_of(tensor))
+        self._shapes[site] = ([count, kind.whole_width], kind.dtype)
+        if not kind.wanted or (self._level == "shapes" and not self._all.in_full):
             return
-        picked, mine = len(rows) != self._tokens, False
-        if not picked and self._choice is not None:
-            rows, mine = rows.index_select(0, self._beside(tensor)), True
+        picked = count != self.tokens
         if self._level == "values" or self._all.in_full or tensors.accelerator_of(tensor) is None:
-            self._taken[site] = _Taken(self._stage.keep(rows, fresh=mine), dtype, width, picked, reduced=False)
-            for name, columns in [(site, slice(0, width)), *cut]:
-                self._count(name, len(rows), dtype, columns.stop - columns.start, picked)
+            if picked or self._choice is None:
+                held = self._stage.keep(rows)
+            else:
+                held = self._stage.keep_rows(rows, self._choice, lambda: self._beside(tensor))
+            self._taken[site] = _Taken(held, kind, picked)
+            rows_held = count if picked or self._choice is None else len(self._choice)
+            self._count(kind.row_bytes + kind.cut_bytes, rows_held, picked)
             return
-        for name, columns in cut:
-            self._reduce(name, rows[:, columns], dtype, None, picked)
+        if not picked and self._choice is not None:
+            rows = rows.index_select(0, self._beside(tensor))
+        for name, columns in kind.cut:
+            self._reduce(self._all.kind_of(name, columns.stop - columns.start, kind.dtype), rows[:, columns], picked)
         if site == "logits" and self._all.keeps_best and self._all.leads:
             ids, scores, logprobs = (self._stage.keep(one, fresh=True) for one in best_on_device(rows, TOPK))
             self._best, self._best_picked = (ids, scores, logprobs), picked
-        if self._all.selection.wants(site):
-            self._reduce(site, rows, dtype, shard, picked)
+        if kind.kept:
+            self._reduce(kind, rows, picked)
 
     def take_features(self, tensor: Any) -> None:
         """Keep the features that the draft was given, [..., n * G]: side by side, and those of each target layer."""
-        width, dtype = tensor.shape[-1], str(tensor.dtype).removeprefix("torch.")
+        width, dtype = tensor.shape[-1], tensors.dtype_of(tensor)
         for name, columns in fused_slices(width, self._all.target_width):
-            self._shapes[name] = ([self._tokens, columns.stop - columns.start], dtype)
+            self._shapes[name] = ([self.tokens, columns.stop - columns.start], dtype)
         self.take("fused", tensor)
 
     def take_more_best(self, rows: Rows, logits: Any, count: int) -> None:
@@ -248,8 +301,9 @@ class Forward:
 
         As soon as they are known: now, or in the thread that writes.
         """
-        flat = tensor.reshape(-1)
-        held = self._stage.keep(flat if self._choice is None else flat.index_select(0, self._beside(tensor)))
+        flat, choice = tensor.reshape(-1), self._choice
+        keep = self._stage
+        held = keep.keep(flat) if choice is None else keep.keep_rows(flat, choice, lambda: self._beside(tensor))
 
         def check() -> None:
             rows, where = self._where(picked=False)
@@ -262,7 +316,7 @@ class Forward:
         """Every site whose rows were kept as they are, in the order of the forward; once they have arrived."""
         for site, taken in self._taken.items():
             if site == "fused":
-                for name, columns in fused_slices(taken.width, self._all.target_width):
+                for name, columns in fused_slices(taken.kind.width, self._all.target_width):
                     yield name, np.ascontiguousarray(taken.held.array[:, columns])
             yield site, taken.held.array
 
@@ -271,20 +325,15 @@ class Forward:
             self._on_device = tensors.beside(np.asarray(self._choice, dtype=np.int64), tensor)
         return self._on_device
 
-    def _reduce(self, site: str, rows: Any, dtype: str, shard: Shard | None, picked: bool) -> None:
-        table = reduce_on_device(rows, sketched=self._level == "sketch", shard=shard)
-        held = self._stage.keep(table, fresh=True)
-        self._taken[site] = _Taken(held, dtype, rows.shape[-1], picked, reduced=True)
-        self._count(site, len(rows), dtype, rows.shape[-1], picked)
+    def _reduce(self, kind: _Kind, rows: Any, picked: bool) -> None:
+        table = reduce_on_device(rows, sketched=self._level == "sketch", shard=kind.shard)
+        self._taken[kind.site] = _Taken(self._stage.keep(table, fresh=True), kind, picked, reduced=True)
+        self._count(kind.row_bytes, len(rows), picked)
 
-    def _count(self, site: str, rows: int, dtype: str, width: int, picked: bool) -> None:
-        """Count what the trace will hold of a site: of whole rows, so that all ranks stop before the same forward."""
-        if self._level == "shapes" or not self._all.selection.wants(site):
-            return
-        shard = self._all.shards.get(site)
+    def _count(self, row_bytes: int, rows: int, picked: bool) -> None:
         if self._index is not None and self._known is not None:
             rows = int(np.isin(self.picked(), self._index).sum()) if picked and self.picked else self._known
-        self._kept += rows * row_bytes(dtype, width, self._level, shard) * (shard.count if shard else 1)
+        self._kept += rows * row_bytes
 
     # ---- handing over -----------------------------------------------------------------------------------------
 
@@ -304,7 +353,7 @@ class Forward:
             training: columns of `schema.TRAINING` [rows], once the rows are known.
             settle: see `Forwards.send`.
         """
-        known = self._tokens if self._choice is None else len(self._choice)
+        known = self.tokens if self._choice is None else len(self._choice)
         known = known if self._known is None else self._known
         self._stage.later(lambda: self._parts(mode, batch_size() if callable(batch_size) else batch_size, training))
         self._all.rows += 0 if self._late else known
@@ -326,7 +375,7 @@ class Forward:
             position = {int(row): number for number, row in enumerate(index)}
             pairs = [(position[int(row)], b) for b, row in enumerate(self.picked()) if int(row) in position]
             return rows.take(np.array([row for row, _ in pairs], dtype=np.intp)), [b for _, b in pairs]
-        if index is self._choice or len(index) == (self._tokens if self._choice is None else len(self._choice)):
+        if index is self._choice or len(index) == (self.tokens if self._choice is None else len(self._choice)):
             return rows, slice(None)
         return rows, index if self._choice is None else np.searchsorted(self._choice, index)
 
@@ -347,18 +396,18 @@ class Forward:
         parts += [part for made in self._more if (part := made()) is not None]
         shapes = [{"site": site, "shape": shape, "dtype": dtype} for site, (shape, dtype) in self._shapes.items()]
         call = {"call_id": self.call, "role": "draft", "mode": mode, "batch_size": batch_size}
-        return [*parts, ("record", ("calls", call | {"tokens": self._tokens, "shapes": shapes}))]
+        return [*parts, ("record", ("calls", call | {"tokens": self.tokens, "shapes": shapes}))]
 
     def _parts_of(self, site: str, taken: _Taken, at: Rows, where: Any) -> Iterator[Part]:
-        array, sketched = taken.held.array[where], self._level == "sketch"
+        kind, array = taken.kind, taken.held.array[where]
         values: Array | Reduced = array
         if taken.reduced:
-            values = reduced_of(array, taken.dtype, taken.width, sketched=sketched)
+            values = reduced_of(array, kind.dtype, kind.width, sketched=self._level == "sketch")
         else:
-            for name, columns in self._all.made_of(site, taken.width)[1]:
+            for name, columns in kind.cut:
                 yield "values", (name, at, np.ascontiguousarray(array[:, columns]), None)
-        if self._all.selection.wants(site):
-            yield "values", (site, at, values, self._all.shards.get(site))
+        if kind.kept:
+            yield "values", (site, at, values, kind.shard)
         # logits are gathered, so the best ids are the same on every rank
         if site == "logits" and not taken.reduced and self._all.keeps_best and self._all.leads:
             yield self._all.best(at, best_ids(array, TOPK))

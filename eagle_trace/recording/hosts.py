@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from importlib.metadata import entry_points
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from eagle_trace.errors import UsageError
@@ -29,14 +30,18 @@ class Host(Protocol):
         title: as sentences have it, e.g. ``SGLang``.
         kind: what it does with a draft.
         module: the module that is there if the program is installed.
-        extra: what installs the program, as in ``pip install 'eagle-trace[EXTRA]'``.
+        install: the command that installs the program.
     """
 
     name: str
     title: str
     kind: Kind
     module: str
-    extra: str
+    install: str
+
+    def takes(self, draft: Path) -> bool:
+        """Whether a draft's folder is in this host's own format, as far as its config says."""
+        ...
 
     def record(self, **options: Any) -> Place:
         """Record one forward of the draft; the options are those of the command line for this kind of host."""
@@ -57,12 +62,13 @@ def known_hosts(kind: Kind) -> dict[str, Any]:
     return {host.name: host for host in sorted(hosts, key=lambda host: str(host.name)) if host.kind == kind}
 
 
-def find_host(kind: Kind, name: str | None = None, *, program: bool = True) -> Any:
-    """The host called `name`; without a name, the only one there is.
+def find_host(kind: Kind, name: str | None = None, *, draft: Path | None = None, program: bool = True) -> Any:
+    """The host called `name`; without a name, the one that is installed, and of several the one that takes the draft.
 
     Args:
         kind: what it must do with a draft.
         name: as ``--host`` has it.
+        draft: folder of the draft.
         program: whether its program must be installed here; a client that asks over HTTP needs only its package.
 
     Raises:
@@ -72,8 +78,9 @@ def find_host(kind: Kind, name: str | None = None, *, program: bool = True) -> A
     if name is not None:
         return _named(kind, name, known, program=program)
     found = {one: host for one, host in known.items() if not program or is_installed(host)}
-    if len(found) == 1:
-        return next(iter(found.values()))
+    fitting = [host for host in found.values() if len(found) == 1 or (draft is not None and host.takes(draft))]
+    if len(fitting) == 1:
+        return fitting[0]
     if found:
         raise UsageError(f"several {kind}s are installed here: name the one to record with --host {'|'.join(found)}")
     raise UsageError(f"no {kind} is installed here to be recorded; --host takes {_ways_out(known)}")
@@ -94,4 +101,4 @@ def _ways_out(known: dict[str, Any]) -> str:
 
 
 def _way_out(host: Host) -> str:
-    return f"pip install 'eagle-trace[{host.extra}]'"
+    return host.install

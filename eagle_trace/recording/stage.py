@@ -17,7 +17,6 @@ import numpy as np
 
 from eagle_trace import tensors
 from eagle_trace.capture import DTYPES, Array
-from eagle_trace.recording.arrays import to_array
 from eagle_trace.streams import Part
 
 #: made of what was kept, once it is there; may give parts of the trace
@@ -96,7 +95,7 @@ def _stream_of(accelerator: Any, device: Any) -> Any:
 
 
 def _numpy_dtype(tensor: Any) -> np.dtype[Any]:
-    name = str(tensor.dtype).removeprefix("torch.")
+    name = tensors.dtype_of(tensor)
     return DTYPES[name] if name in DTYPES else np.dtype(name)
 
 
@@ -163,17 +162,28 @@ class Stage:
 
     def copy(self, tensor: Any, *, fresh: bool = False) -> Held:
         """A copy of a tensor, made now; `fresh` if the tensor is nobody else's, so that none is needed."""
-        tensor = tensor.detach()
         if tensors.accelerator_of(tensor) is None:
-            array = to_array(tensor, copy=not fresh)
+            # by numpy: torch's own operators cost several times as much to call, and rows here are few and short
+            array = tensors.seen(tensor)
+            array = np.ascontiguousarray(array) if fresh else array.copy()
             return Held(array, None, array.nbytes)
         self.late = True
+        tensor = tensor.detach()
         mine = tensor.contiguous() if fresh else tensor.new_empty(tensor.shape).copy_(tensor)
         return Held(None, mine, mine.numel() * mine.element_size())
 
     def keep(self, tensor: Any, *, fresh: bool = False) -> Held:
         """Copy a tensor and send it with the forward that comes next, or is going on."""
         held = self.copy(tensor, fresh=fresh)
+        self._load.add(held)
+        return held
+
+    def keep_rows(self, tensor: Any, index: Array, beside: Callable[[], Any]) -> Held:
+        """`keep` the rows of a tensor [T, ...] at `index`, which `beside` gives as a tensor of its device."""
+        if tensors.accelerator_of(tensor) is not None:
+            return self.keep(tensor.index_select(0, beside()), fresh=True)
+        array = tensors.seen(tensor)[index]
+        held = Held(array, None, array.nbytes)
         self._load.add(held)
         return held
 

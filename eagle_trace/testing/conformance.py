@@ -258,8 +258,10 @@ def _figures(trace: Trace, site: str, what: str) -> dict[Key, NDArray[np.float32
     """Norm, sketch or values of a site's rows, by key."""
     if site not in trace.kept_sites:
         return {}
-    read = {"norm": lambda: trace.statistics(site).norm, "sketch": lambda: trace.sketch(site)}
-    given = read.get(what, lambda: trace.values(site))()
+    if what == "norm":
+        given: Any = trace.statistics(site).norm
+    else:
+        given = trace.sketch(site) if what == "sketch" else trace.values(site)
     return dict(zip(keys_of(trace.keys(site)), given, strict=True))
 
 

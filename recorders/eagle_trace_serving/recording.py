@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -42,11 +43,11 @@ class Recording:
         writer: TraceWriter,
         target_width: int,
         target_ids: Array | None = None,
-        shards: Mapping[str, Shard | None] | None = None,
+        shards: Mapping[str, Shard | None] = MappingProxyType({}),
     ) -> None:
         self.order = order
         self.writer = writer
-        self._forwards = Forwards(writer, order.selection, target_width, target_ids, shards or {})
+        self._forwards = Forwards(writer, order.selection, target_width, target_ids, shards.get)
         self._stage = self._forwards.stage
         self._admitted = Admitted(order.admission)
         self._tracker = RowTracker()

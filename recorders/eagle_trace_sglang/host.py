@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from eagle_trace.checkpoints import read_config
+from eagle_trace.errors import CheckpointError
 from eagle_trace.recording.hosts import Kind
 from eagle_trace.store import Place
 
@@ -21,7 +24,14 @@ class SGLang:
     title = "SGLang"
     kind: Kind = "server"
     module = "sglang"
-    extra = "serve"
+    install = "pip install 'eagle-trace[serve]'"
+
+    def takes(self, draft: Path) -> bool:
+        """Whether it is in the format that servers load."""
+        try:
+            return "speculators_model_type" not in read_config(draft)
+        except CheckpointError:
+            return True  # it says what is wrong
 
     def record(self, **options: Any) -> Place:
         """Start a server and record it; see `eagle_trace_serving.record.record`."""

@@ -18,6 +18,7 @@ from eagle_trace_serving.recorder import Tell
 from eagle_trace_serving.recording import Recording
 from eagle_trace_serving.stored import checkpoint_names
 from eagle_trace_sglang.batches import batch_of, parents_of
+from eagle_trace_sglang.captured import target_facts
 from eagle_trace_sglang.deployment import ONE_REPLICA
 from eagle_trace_sglang.graphs import has_graphs, hook_graph_boundaries, run_eagerly
 from eagle_trace_sglang.layers import draft_layers
@@ -93,6 +94,8 @@ class SGLangDraft:
 
     def hang(self, hooks: Hooks, tell: Tell, order: Order, manifest: Manifest) -> None:
         """Hang everything that tells a recording of the draft's forwards; see `DraftWorker`."""
+        # not with the other facts: SGLang tells its target which layers to capture after the draft was loaded
+        manifest.target |= target_facts(self._worker.target_worker.model_runner.model)
         if has_graphs(self._worker):
             manifest.changes.append(KEPT_GRAPHS if order.keep_cuda_graphs else EAGER)
         if order.keep_cuda_graphs:

@@ -94,6 +94,11 @@ class SiteTap:
         for module in {sys.modules[type(layer.self_attn).__module__] for layer in model.layers}:
             hooks.wrap(module, "apply_rotary_pos_emb", self._rotated)
 
+    @property
+    def seen(self) -> dict[str, Any]:
+        """Nothing: what a config of speculators says is what is computed."""
+        return {}
+
     def restart(self) -> None:
         """A new forward begins."""
         self._step = -1

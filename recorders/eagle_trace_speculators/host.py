@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+from eagle_trace.checkpoints import read_config
+from eagle_trace.errors import CheckpointError
 from eagle_trace.recording.hosts import Kind
 from eagle_trace.store import Place
 
@@ -15,7 +18,14 @@ class Speculators:
     title = "speculators"
     kind: Kind = "trainer"
     module = "speculators"
-    extra = "train"
+    install = "pip install 'eagle-trace[train]'"
+
+    def takes(self, draft: Path) -> bool:
+        """Whether speculators saved it."""
+        try:
+            return "speculators_model_type" in read_config(draft)
+        except CheckpointError:
+            return True  # it says what is wrong
 
     def record(self, **options: Any) -> Place:
         """Feed the draft and leave a sealed trace; see `eagle_trace_speculators.record.record`."""

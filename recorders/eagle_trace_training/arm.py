@@ -1,8 +1,9 @@
 """Recording a training command that knows nothing of it: armed by the environment, begun at its first forward.
 
-With ``EAGLE_TRACE_TRAIN_OUT`` set, `install` watches for the import of speculators' EAGLE-3 model (it imports nothing
-itself). The first forward of such a model then begins a `recording` of it, which ends by itself. Without the variable
-nothing happens at all. Whatever is wrong here is logged, never raised: the command is somebody's training.
+With ``EAGLE_TRACE_TRAIN_OUT`` set, `install` watches for the import of the modules that the installed hosts' packages
+name (in `watch.WATCHED`; it imports none of these modules itself). The first forward of a draft of theirs then begins a
+`recording` of it, which ends by itself. Without the variable nothing happens at all. Whatever is wrong here is logged,
+never raised: the command is somebody's training.
 
 | variable | meaning |
 | --- | --- |
@@ -24,12 +25,16 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Mapping
+from importlib import import_module
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
+from importlib.metadata import entry_points
+from importlib.util import find_spec
 from typing import Any
 
 PREFIX = "EAGLE_TRACE_TRAIN_"
 OUT = f"{PREFIX}OUT"
+HOSTS = "eagle_trace.hosts"
 
 logger = logging.getLogger("eagle_trace")
 
@@ -37,17 +42,29 @@ _datasets: list[weakref.ref[Any]] = []
 
 
 def install() -> None:
-    """Watch for speculators' model if the environment asks for a recording; once, however often it is called."""
+    """Watch for the trainers' models if the environment asks for a recording; once, however often it is called."""
     if os.environ.get(OUT) and not any(isinstance(finder, _Watcher) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Watcher())
 
 
+def watched() -> dict[str, Callable[[Any], None]]:
+    """What the installed hosts wait for: modules, each with what is to be called when it was executed."""
+    found: dict[str, Callable[[Any], None]] = {}
+    for package in sorted({entry.module.partition(".")[0] for entry in entry_points(group=HOSTS)}):
+        if find_spec(f"{package}.watch") is not None:
+            found |= import_module(f"{package}.watch").WATCHED
+    return found
+
+
 class _Watcher(MetaPathFinder):
-    """Lets the others find modules, and is told when one of `WATCHED` was executed."""
+    """Lets the others find modules, and is told when one of those `watched` was executed."""
+
+    def __init__(self) -> None:
+        self._watched = watched()
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
         """The spec of a watched module, whose loader calls back; None for all others."""
-        if (ready := WATCHED.get(name)) is None:
+        if (ready := self._watched.get(name)) is None:
             return None
         others = [finder for finder in sys.meta_path if not isinstance(finder, _Watcher)]
         specs = (finder.find_spec(name, path, target) for finder in others if hasattr(finder, "find_spec"))
@@ -61,50 +78,57 @@ class _Watcher(MetaPathFinder):
             try:
                 ready(module)
             except Exception as error:  # noqa: BLE001 (somebody's training: said, never raised)
-                logger.warning("eagle-trace cannot record this version of speculators: %s: %s", name, error)
+                logger.warning(
+                    "eagle-trace cannot record this version of %s: %s: %s", name.partition(".")[0], name, error
+                )
 
         # a loader is made for one module only
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
 
 
-def _model_ready(module: Any) -> None:
-    """Begin with the first forward. `__call__` is the latest point at which hooks still see that forward."""
-    draft = module.Eagle3DraftModel
+def begin_at_first_call(
+    kind: type, package: str, method: str = "__call__", wanted: Callable[[Any], bool] = lambda _: True
+) -> None:
+    """Begin with the first forward: `package.recording` of the object whose `method` is called.
+
+    Args:
+        kind: the trainer's class.
+        package: the trainer's host package.
+        method: the latest point at which hooks still see that forward.
+        wanted: whether it is a draft that can be recorded.
+    """
+    original = vars(kind).get(method)
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if getattr(self.config, "speculators_model_type", "eagle3") == "eagle3" and "__call__" in vars(draft):
-            del draft.__call__
-            _begin(self)
-        return super(draft, self).__call__(*args, **kwargs)
+        if wanted(self) and vars(kind).get(method) is call:
+            if original is None:
+                delattr(kind, method)
+            else:
+                setattr(kind, method, original)
+            _begin(self, package)
+        run = getattr(super(kind, self), method) if original is None else original.__get__(self)
+        return run(*args, **kwargs)
 
-    draft.__call__ = call
+    setattr(kind, method, call)
 
 
-def _data_ready(module: Any) -> None:
-    """Remember the data that batches are made from: it holds the first tokens, which batches lack."""
-    original = module.ArrowDataset.__init__
+def remember_datasets(kind: type) -> None:
+    """Remember what is made of the trainer's class of data sets: it holds the first tokens, which batches lack."""
+    original = kind.__init__  # type: ignore[misc]
 
     @functools.wraps(original)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
         _datasets.append(weakref.ref(self))
 
-    module.ArrowDataset.__init__ = init
+    kind.__init__ = init  # type: ignore[misc]
 
 
-WATCHED: Mapping[str, Callable[[Any], None]] = {
-    "speculators.models.eagle3.core": _model_ready,
-    "speculators.train.data": _data_ready,
-}
-
-
-def _begin(model: Any) -> None:
+def _begin(model: Any, package: str) -> None:
     try:
-        from eagle_trace_training.live import recording
-
         datasets = tuple(dataset for ref in _datasets if (dataset := ref()) is not None)
-        run = recording(model, dataset=datasets, **_options(os.environ))
+        run = import_module(package).recording(model, dataset=datasets, **_options(os.environ))
         run.__enter__()
     except Exception as error:  # noqa: BLE001 (somebody's training: said, never raised)
         logger.warning("eagle-trace does not record this training: %s", error)
@@ -120,21 +144,17 @@ def _options(environment: Mapping[str, str]) -> dict[str, Any]:
         UsageError: a value is not of its kind.
     """
     from eagle_trace.errors import UsageError
-    from eagle_trace.patience import parse_wait
-    from eagle_trace.selection import Selection
+    from eagle_trace.recording.wanted import parse_wanted
 
     given = {name.lower(): value for name in VALUES if (value := environment.get(f"{PREFIX}{name}"))}
-    options: dict[str, Any] = {name: given[name] for name in ("out", "level") if name in given}
-    for name in ("batches", "max_bytes", "first_token"):
+    options: dict[str, Any] = {"out": given["out"]} if "out" in given else {}
+    for name in ("batches", "first_token"):
         if name in given:
             try:
                 options[name] = int(given[name])
             except ValueError as error:
                 raise UsageError(f"{PREFIX}{name.upper()} must be a number, not {given[name]!r}") from error
-    if "max_wait" in given:
-        options["max_wait"] = parse_wait(given["max_wait"], f"{PREFIX}MAX_WAIT")
-    kept = {name: given.get(name) for name in ("sites", "roots", "steps", "prompts")}
-    return options | {"selection": Selection.parse(**kept)}
+    return options | parse_wanted(given, PREFIX)
 
 
 VALUES = ("OUT", "BATCHES", "LEVEL", "MAX_BYTES", "FIRST_TOKEN", "SITES", "ROOTS", "STEPS", "PROMPTS", "MAX_WAIT")

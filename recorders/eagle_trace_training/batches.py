@@ -1,10 +1,10 @@
-"""What a real training batch holds: documents packed along T, the tokens each step feeds, which rows are data.
+"""What a real training batch holds: documents packed or padded, the tokens each step feeds, which rows are data.
 
 Works on plain numbers, so that every case can be tested without a model.
 
-`shift_batch` drops a document's first token before documents are packed, so row i of a document is fed x_{i+1} beside
-g_i and nothing in the batch says what x_0 was. Each later step shifts the whole pack by one: the last rows of a
-document are then fed the next one's tokens (or padding). Training computes those rows too, but they are no data.
+Training drops a document's first token, so row i of a document is fed x_{i+1} beside g_i and nothing in the batch says
+what x_0 was. Each later step shifts the whole row of the batch by one: the last rows of a document are then fed the
+next one's tokens (or padding). Training computes those rows too, but they are no data.
 """
 
 from __future__ import annotations
@@ -32,12 +32,16 @@ class Batch:
         positions: rotary positions of step 0, int32 [T]; each later step adds one.
         document_ids: which document a row belongs to, int32 [T].
         loss_mask: which rows the loss of step 0 counts, bool [T]; None where training was given none.
+        width: where documents are padded to [B, width] and T is B * width: a step shifts each of these rows by itself.
+        first: the first token of each document, which training drops, int32 [D]; None where nothing says.
     """
 
     input_ids: Int32
     positions: Int32
     document_ids: Int32
     loss_mask: NDArray[np.bool_] | None = None
+    width: int | None = None
+    first: Int32 | None = None
 
     def __post_init__(self) -> None:
         lengths = {len(self.input_ids), len(self.positions), len(self.document_ids)}
@@ -110,7 +114,8 @@ class Batch:
         """How many rows that are no data the loss of `step` counts: fed tokens of another document."""
         if self.loss_mask is None or step == 0:
             return 0
-        counted = np.zeros(len(self), dtype=np.bool_)
-        counted[: max(0, len(self) - step)] = self.loss_mask[step:]
-        counted[self.index(step)] = False
+        width = self.width or len(self)
+        counted = np.zeros((len(self) // width, width), dtype=np.bool_)
+        counted[:, : max(0, width - step)] = self.loss_mask.reshape(counted.shape)[:, step:]
+        counted.reshape(-1)[self.index(step)] = False
         return int(counted.sum())

@@ -1,6 +1,6 @@
-"""What is fed to the draft: documents, one a sequence of tokens, packed along T.
+"""What is fed to the draft: documents, one per sequence of tokens, packed along T or padded to [B, T].
 
-Works on plain numbers, so that every case can be tested without a model. Speculators' forward takes x_1, x_2,
+Works on plain numbers, so that every case can be tested without a model. A training forward takes x_1, x_2,
 ... beside g_0, g_1, ..., and at step s feeds row i the token s places further on. So:
 
 - the true tokens of a prompt, as one document, give step 0 of every root, and the steps whose tokens are the
@@ -150,17 +150,21 @@ def _by_step(roots: dict[int, list[int]]) -> tuple[Int32, ...]:
 
 @dataclass(frozen=True)
 class Pack:
-    """Documents that share one forward, side by side along T.
+    """Documents that share one forward: side by side along T, or each padded on the right to the same width.
 
     Attributes:
         documents: the documents in order.
         starts: row at which each of them starts, [D].
+        width: rows of each padded document, so that T is D * width; None where they are not padded.
     """
 
     documents: tuple[Document, ...]
     starts: tuple[int, ...]
+    width: int | None = None
 
     def __len__(self) -> int:
+        if self.width is not None:
+            return self.width * len(self.documents)
         return self.starts[-1] + len(self.documents[-1])
 
     @property
@@ -170,18 +174,26 @@ class Pack:
 
     @property
     def token_ids(self) -> Int32:
-        """Tokens fed at step 0, int32 [T]."""
-        return np.concatenate([document.tokens for document in self.documents])
+        """Tokens fed at step 0, 0 as padding; int32 [T]."""
+        return self._spread([document.tokens for document in self.documents], padding=0)
 
     @property
     def document_ids(self) -> Int32:
-        """Number of the document of each row, int32 [T]."""
-        return np.repeat(np.arange(len(self.documents), dtype=np.int32), [len(d) for d in self.documents])
+        """Number of the document of each row, -1 for padding; int32 [T]."""
+        numbers = [np.full(len(one), number, dtype=np.int32) for number, one in enumerate(self.documents)]
+        return self._spread(numbers, padding=-1)
 
     @property
     def positions(self) -> Int32:
-        """Position of each row in its own document, int32 [T]: the row's root."""
-        return np.concatenate([np.arange(len(document), dtype=np.int32) for document in self.documents])
+        """Position of each row in its own document: the row's root; int32 [T]."""
+        return self._spread([np.arange(len(document), dtype=np.int32) for document in self.documents], padding=0)
+
+    def _spread(self, parts: Sequence[Int32], padding: int) -> Int32:
+        """One array per document, each at its start."""
+        rows = np.full(len(self), padding, dtype=np.int32)
+        for start, part in zip(self.starts, parts, strict=True):
+            rows[start : start + len(part)] = part
+        return rows
 
     def index(self, step: int, *, guesses: bool = False) -> Index:
         """Rows to capture at a step (or those of which the best ids alone are kept), as indices into T."""
@@ -232,3 +244,20 @@ def pack(documents: Iterable[Document], budget: int) -> Iterator[Pack]:
 def _packed(documents: Sequence[Document]) -> Pack:
     starts = np.cumsum([0, *(len(document) for document in documents[:-1])])
     return Pack(tuple(documents), tuple(starts.tolist()))
+
+
+def pad(documents: Iterable[Document], budget: int) -> Iterator[Pack]:
+    """Documents by length, so that little is padded, as many in a pack as fit `budget` rows."""
+    waiting: list[Document] = []
+    for document in sorted((one for one in documents if one.steps), key=len):
+        if waiting and (len(waiting) + 1) * len(document) > budget:
+            yield _padded(waiting)
+            waiting = []
+        waiting.append(document)
+    if waiting:
+        yield _padded(waiting)
+
+
+def _padded(documents: Sequence[Document]) -> Pack:
+    width = len(documents[-1])
+    return Pack(tuple(documents), tuple(range(0, width * len(documents), width)), width)

@@ -1,4 +1,4 @@
-"""Where the target features g_p come from: the target, the server's record, or speculators' training data."""
+"""Where the target features g_p come from: the target, the server's record, or the trainer's own training data."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import Any, Protocol
 import ml_dtypes
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
 
-from eagle_trace.capture import Array, sample_channels
+from eagle_trace.capture import Array
 from eagle_trace.errors import CheckpointError, UsageError
 from eagle_trace.reader import Trace, ValueReader, read_keys
 from eagle_trace.recording.hooks import Hooks
-from eagle_trace_speculators.forward import computing_in
-from eagle_trace_speculators.load import DTYPES, quiet, raise_dtype
-from eagle_trace_speculators.target_model import decoder_of, load_target
+from eagle_trace.sketch import sample_channels
+from eagle_trace_training.host import Sample, TrainingHost
+from eagle_trace_training.numerics import DTYPES, computing_in, quiet, raise_dtype
 from eagle_trace_training.replay import Task
+from eagle_trace_training.target_model import decoder_of, load_target
 
 Progress = Callable[[str], None]
 
@@ -138,24 +138,37 @@ class LayerSamples:
     """A few channels of every layer's hidden state at some roots: the rows of layers.parquet. A context manager.
 
     Layer i is the input of decoder layer i (Hugging Face's `hidden_states[i]`), L the last layer's output, L + 1 the
-    same behind the final norm.
+    same behind the final norm. Beside the inputs of layers 1 to L lies what the layer before added last to the stream:
+    the output of the last module it called (its MLP, or the norm behind that).
 
     Args:
         decoder: the target's decoder.
         roots: roots of all prompts together; every k-th is kept, such that at most `SAMPLED_ROOTS` are.
+
+    Attributes:
+        records: the rows.
+        channels: which channels they hold, int64, ascending; none before the first forward.
     """
 
     SAMPLED_ROOTS = 512
 
     def __init__(self, decoder: Any, roots: int) -> None:
         self.records: list[dict[str, Any]] = []
+        self.channels = np.empty(0, dtype=np.int64)
+        self._index: Any = None
         self._decoder = decoder
         self._stride = max(1, -(-roots // self.SAMPLED_ROOTS))
         self._found: dict[int, Array] = {}
+        self._branches: dict[int, Array] = {}
+        self._last: Any = None
         self._hooks = Hooks()
 
     def __enter__(self) -> LayerSamples:
         layers, norm = self._decoder.layers, self._decoder.norm
+        for number, layer in enumerate(layers, start=1):
+            for part in layer.children():
+                self._hooks.after(part, self._remember)
+            self._hooks.after(layer, self._branch_taker(number))
         for number, module in enumerate([*layers, norm]):
             self._hooks.before(module, self._taker(number))
         self._hooks.after(norm, lambda _module, _args, output: self._take(len(layers) + 1, output))
@@ -168,15 +181,36 @@ class LayerSamples:
         return lambda _module, args, kwargs: self._take(layer, args[0] if args else kwargs["hidden_states"])
 
     def _take(self, layer: int, hidden: Any) -> None:
-        channels = torch.from_numpy(sample_channels(hidden.shape[-1])).to(hidden.device)
-        self._found[layer] = hidden[0, :: self._stride].index_select(-1, channels).float().cpu().numpy()
+        self._found[layer] = self._sampled(hidden)
+
+    def _sampled(self, hidden: Any) -> Array:
+        if self._index is None:
+            self.channels = sample_channels(hidden.shape[-1])
+            self._index = torch.from_numpy(self.channels).to(hidden.device)
+        channels = self._index
+        sampled: Array = hidden[0, :: self._stride].index_select(-1, channels).float().cpu().numpy()
+        return sampled
+
+    def _remember(self, _module: Any, _args: Any, output: Any) -> None:
+        self._last = output[0] if isinstance(output, tuple) else output
+
+    def _branch_taker(self, layer: int) -> Callable[[Any, Any, Any], None]:
+        def take(_module: Any, _args: Any, output: Any) -> None:
+            whole, last = output[0] if isinstance(output, tuple) else output, self._last
+            self._last = None
+            # experts may give their rows flat
+            if last is not None and last.numel() == whole.numel():
+                self._branches[layer] = self._sampled(last.reshape(whole.shape))
+
+        return take
 
     def keep(self, prompt_id: int) -> None:
         """Keep what the last forward of the decoder showed, as rows of the prompt."""
         for layer, samples in sorted(self._found.items()):
+            branches = self._branches.get(layer)
             for number, sample in enumerate(samples):
                 row = {"prompt_id": prompt_id, "root": number * self._stride, "layer": layer, "sample": sample}
-                self.records.append(row)
+                self.records.append(row | {"branch": None if branches is None else branches[number]})
 
 
 # ---- serve: what the server fed its draft
@@ -233,50 +267,45 @@ class ServedFeatures:
         return to_tensor(self._reader.take(np.array([rows[root] for root in range(len(rows))], dtype=np.int64)))
 
 
-# ---- a folder: speculators' own training data
+# ---- a folder: the trainer's own training data
 
 
 class StoredFeatures:
-    """The `hs_N.safetensors` that speculators trains on: `token_ids` [T] and `hidden_states` [T, n + 1, G].
+    """What a trainer trained on.
 
-    N is the number of the row in the training dataset beside the folder; here files are found by their
-    tokens, which must begin with the prompt's (all but its last, whose features nobody needs). The last of
-    the n + 1 layers is the target's final output, which training takes as its goal and does not feed.
+    Samples are found by their tokens, which must begin with the prompt's (all but its last, whose features nobody
+    needs).
 
     Args:
-        folder: folder of the files, or one that holds it as `hidden_states`.
+        folder: where they are.
+        host: the trainer, which reads them.
         tasks: the prompts.
         width: n * G that the draft's fc takes.
 
     Raises:
-        UsageError: no such folder, or no such files in it.
-        CheckpointError: a prompt has no file, or a file's width is not the draft's.
+        UsageError: no such folder, or no samples in it.
+        CheckpointError: a prompt has no sample, or a sample's width is not the draft's.
     """
 
-    def __init__(self, folder: Path, tasks: Sequence[Task], width: int) -> None:
-        files = sorted(folder.glob("hs_*.safetensors")) or sorted((folder / "hidden_states").glob("hs_*.safetensors"))
-        if not files:
-            raise UsageError(
-                f"{folder} holds no hs_N.safetensors: "
-                "--features takes compute, serve, or the folder speculators trained from"
-            )
-        self._file_of: dict[int, Path] = {}
+    def __init__(self, folder: Path, host: TrainingHost, tasks: Sequence[Task], width: int) -> None:
+        samples = host.samples(folder)
+        if not samples:
+            raise UsageError(f"{folder} holds no {host.samples_are}")
+        self._sample_of: dict[int, Sample] = {}
         wanted = {task.prompt_id: np.array(task.token_ids[:-1], dtype=np.int64) for task in tasks}
-        for file in files:
-            token_ids = np.asarray(_read(file, "token_ids")).astype(np.int64)
+        for sample in samples:
             for prompt, tokens in wanted.items():
-                if prompt not in self._file_of and np.array_equal(token_ids[: len(tokens)], tokens):
-                    self._file_of[prompt] = file
-        if lost := [task.record["prompt_key"] for task in tasks if task.prompt_id not in self._file_of]:
+                if prompt not in self._sample_of and np.array_equal(sample.token_ids[: len(tokens)], tokens):
+                    self._sample_of[prompt] = sample
+        if lost := [task.record["prompt_key"] for task in tasks if task.prompt_id not in self._sample_of]:
             raise CheckpointError(
-                f"{folder}: none of {len(files)} files begins with the tokens of prompt {lost[0]} "
+                f"{folder}: none of {len(samples)} files begins with the tokens of prompt {lost[0]} "
                 f"({len(lost)} of {len(tasks)} have none): was it made with another chat template?"
             )
-        for file in set(self._file_of.values()):
-            _, layers, hidden = _shape(file)
-            if (layers - 1) * hidden != width:
+        for sample in self._sample_of.values():
+            if sample.width() != width:
                 raise CheckpointError(
-                    f"{file} holds {layers - 1} layers of width {hidden} to feed, "
+                    f"{sample.file} holds features of width {sample.width()}, "
                     f"this draft's fc takes {width}: it was made for another draft"
                 )
 
@@ -286,26 +315,13 @@ class StoredFeatures:
 
     def rows(self, task: Task, *, reference: bool) -> Any:  # noqa: ARG002 (given, so exact in any dtype)
         """Features [count, n * G], as stored."""
-        file = self._file_of[task.prompt_id]
-        return _read(file, "hidden_states", rows=self.count(task))[:, :-1].flatten(1)
-
-
-def _read(file: Path, name: str, rows: int | None = None) -> Any:
-    try:
-        with safe_open(file, framework="pt") as tensors:
-            return tensors.get_slice(name)[:rows]
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"cannot read {name} from {file}: {error}") from error
-
-
-def _shape(file: Path) -> tuple[int, ...]:
-    with safe_open(file, framework="pt") as tensors:
-        return tuple(tensors.get_slice("hidden_states").get_shape())
+        return self._sample_of[task.prompt_id].features(self.count(task))
 
 
 def open_features(
     features: str,
     *,
+    host: TrainingHost,
     tasks: Sequence[Task],
     replay: Trace | None,
     target: Path | None,
@@ -325,7 +341,7 @@ def open_features(
             raise UsageError("--features serve takes them from the trace given with --replay, and there is none")
         return ServedFeatures(replay, tasks, width)
     if features != "compute":
-        return StoredFeatures(Path(features), tasks, width)
+        return StoredFeatures(Path(features), host, tasks, width)
     if target is None or layer_ids is None:
         raise UsageError("--features compute runs the target: give --target, or take --features serve")
     return ComputedFeatures(target, layer_ids, tasks, precision, progress)

@@ -23,7 +23,7 @@ class FirstTokens:
     where the pack cut it off, at least so far. If those that fit begin with different tokens, it stays unknown.
 
     Args:
-        datasets: where batches come from: `datasets.Dataset` or speculators' `ArrowDataset` (column ``input_ids``),
+        datasets: where batches come from: `datasets.Dataset` (column ``input_ids``) or what holds one as its `data`,
             an Arrow table, or a sequence of token id lists.
         default: first token of documents that are not found, None to leave it unknown.
 
@@ -71,7 +71,7 @@ def _token_lists(dataset: Any) -> list[Any]:
     """The token lists of a dataset as Arrow list arrays."""
     table = dataset
     for _ in range(2):
-        # speculators' dataset holds a Hugging Face one, which holds an Arrow table
+        # a trainer's dataset holds a Hugging Face one, which holds an Arrow table
         if hasattr(table, "column"):
             break
         table = getattr(table, "data", table)

@@ -7,32 +7,31 @@ reaches the training.
 from __future__ import annotations
 
 import atexit
-import inspect
 import logging
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import speculators.models.attention
 import torch
-from speculators.models.eagle3 import Eagle3DraftModel
 
 from eagle_trace.errors import HostError, UsageError
+from eagle_trace.manifest import Manifest, without_secrets
 from eagle_trace.patience import MAX_WAIT
 from eagle_trace.recording.hooks import Hooks
 from eagle_trace.selection import EVERYTHING, Selection
 from eagle_trace.store import as_place
 from eagle_trace.writer import TOO_SLOW, TraceWriter, prepare_output
-from eagle_trace_speculators.hooks import SiteTap
-from eagle_trace_speculators.live_facts import FLEX, is_sharded, live_manifest, rank_and_world, unwrapped
-from eagle_trace_speculators.load import is_compiled, uncompiled
-from eagle_trace_speculators.params import loaded_params
 from eagle_trace_training.first_tokens import FirstTokens
+from eagle_trace_training.forward import say_seen
+from eagle_trace_training.host import LiveDraft, TrainingHost
 from eagle_trace_training.live_batches import BatchTaker, LiveOptions
+from eagle_trace_training.record import package_versions
 
 #: how long leaving the block, or the end of the process, waits for a seal; and when a disk is taken to hang [s]
 LEAVE_SECONDS, LEAVE_STALL_SECONDS = 5.0, 2.0
@@ -44,6 +43,7 @@ _sealing: set[Recording] = set()
 
 
 def recording(
+    host: TrainingHost,
     model: Any,
     *,
     out: str | Path,
@@ -57,19 +57,20 @@ def recording(
     force: bool = False,
     max_wait: float = MAX_WAIT,
 ) -> Recording:
-    """Record the next forwards of a draft that trains: ``with recording(model, out="train.trace"): ...``.
+    """Record the next forwards of a draft that trains: ``with recording(host, model, out="train.trace"): ...``.
 
     After `batches` forwards the hooks come off and the trace is sealed in the background, also in the middle of the
     block; leaving the block waits for the seal as long as the disk moves, and at most `LEAVE_SECONDS`. It is sealed as
     stopped, with the reason, when the block ends earlier or raises. Nothing about the training changes: gradients,
-    parameters, loss and random state are the same to the last bit (on CUDA see `Recording`). What fails while recording
-    ends the recording, is logged once under the name ``eagle_trace``, and stands in the manifest.
+    parameters, loss and random state are the same to the last bit, but for what the manifest's `changes` name. What
+    fails while recording ends the recording, is logged once under the name ``eagle_trace``, and stands in the manifest.
 
-    Each document of each batch becomes one prompt of the trace. Its first token is not in the batch (`shift_batch`
+    Each document of each batch becomes one prompt of the trace. Its first token is not in the batch (training
     drops it): it is looked up in `dataset`, else taken to be `first_token`, else -1 in prompts.parquet.
 
     Args:
-        model: speculators' `Eagle3DraftModel`, also inside DistributedDataParallel, FSDP or torch.compile.
+        host: the trainer.
+        model: what the trainer trains, also inside DistributedDataParallel, FSDP or torch.compile.
         out: folder of the trace to write, or its URL; all ranks write into it.
         batches: number of forwards to record; batches of padding alone do not count.
         level: how much to keep of each row.
@@ -77,14 +78,14 @@ def recording(
         steps: keep this many forwards of each batch (short for a selection of steps).
         max_bytes: stop after so many bytes of captures, at the end of a step.
         first_token: first token of documents that `dataset` does not hold.
-        dataset: what the batches are made from: `datasets.Dataset` or speculators' `ArrowDataset`, an Arrow table, or a
-            list of token id lists; or a tuple of such.
+        dataset: what the batches are made from: `datasets.Dataset` or what holds one, an Arrow table, or a list of
+            token id lists; or a tuple of such.
         force: replace the trace at `out`.
         max_wait: how long the training may wait for the disk while it is recorded, in all [s]. A disk that is slower
             ends the recording with what is whole.
 
     Raises:
-        UsageError: not an EAGLE-3 draft of speculators, or an argument makes no sense.
+        UsageError: not an EAGLE-3 draft of this trainer, or an argument makes no sense.
         OutputExistsError: `out` is taken (raised on entering the block, as is RecordingError for a folder that cannot
             be made; where the disk does not say so at once, it is logged instead).
     """
@@ -94,9 +95,11 @@ def recording(
         selection = Selection(selection.sites, selection.roots, ((0, steps),), selection.prompts)
     datasets = dataset if isinstance(dataset, tuple) else () if dataset is None else (dataset,)
     place = as_place(str(out))
-    options = LiveOptions(place, batches, level, selection, max_bytes, first_token, datasets, force, max_wait)
-    options.check()
-    return Recording(model, options)
+    options = LiveOptions(
+        place, batches, first_token, datasets, force,
+        level=level, selection=selection, max_bytes=max_bytes, max_wait=max_wait,
+    )  # fmt: skip
+    return Recording(host.live(model), options)
 
 
 class _GuardedHooks(Hooks):
@@ -119,19 +122,15 @@ class _GuardedHooks(Hooks):
 class Recording:
     """A recording of a model that trains; a context manager, made by `recording`.
 
-    On CUDA speculators compiles its forward, which leaves no place for hooks. It then runs uncompiled while recording,
-    with flex attention compiled on its own (uncompiled, that would need memory for every pair of rows): the same
-    formulas, rounded in other places.
-
     Attributes:
         path: folder of the trace.
         done: whether the hooks are off again.
         failure: what went wrong in the recorder, None if nothing did.
     """
 
-    def __init__(self, model: Any, options: LiveOptions) -> None:
+    def __init__(self, live: LiveDraft, options: LiveOptions) -> None:
         self._asked = options
-        self._model, self._compiled = unwrapped(model)
+        self._live, self._model = live, live.draft
         self._first_tokens = FirstTokens(options.datasets, options.first_token)
         self._rank, self._world = rank_and_world()
         self.path = options.out
@@ -139,7 +138,6 @@ class Recording:
         self.done = True
         self.failure: BaseException | None = None
         self._hooks = _GuardedHooks(self._guarded)
-        self._signature = inspect.signature(uncompiled(Eagle3DraftModel.forward))
         self._versions: list[int] | None = None
         self._moved = False
         self._sealer: threading.Thread | None = None
@@ -155,7 +153,7 @@ class Recording:
         return self._writer.waited
 
     def __enter__(self) -> Recording:
-        manifest = live_manifest(self._model, self._asked.level)
+        manifest = _manifest(self._live, self._asked.level)
         # every rank trains on documents of its own
         manifest.rank = manifest.dp_rank = self._rank
         manifest.ranks = self._world
@@ -167,7 +165,7 @@ class Recording:
         self._writer = TraceWriter(
             self.path, manifest, max_bytes=asked.max_bytes, max_wait=asked.max_wait, prepare=prepare, background=True
         )
-        self._taker = BatchTaker(self._model, self._writer, self._asked, self._first_tokens)
+        self._taker = BatchTaker(self._live, self._writer, self._asked, self._first_tokens)
         self.done = False
         self._guarded(self._hang)(self._taker)
         return self
@@ -195,28 +193,16 @@ class Recording:
         return call
 
     def _hang(self, taker: BatchTaker) -> None:
-        model, hooks = self._model, self._hooks
-        hooks.before(model, lambda _module, args, kwargs: self._begin(taker, args, kwargs))
-        self._tap = SiteTap(hooks, model, taker.receive)
-        hooks.after(model.verifier_lm_head, lambda _module, _args, output: taker.take_targets(output))
-        hooks.after(model, lambda _module, _args, output: self._end(taker, output))
-        changes = self._writer.manifest.changes
-        if is_compiled():
-            hooks.replace(model, "forward", partial(uncompiled(type(model).forward), model))
-            changes.append("the forward was run uncompiled while recording (speculators compiles it on CUDA)")
-            if model._attn_impl == FLEX:
-                owner = speculators.models.attention
-                hooks.replace(owner, "flex_attention", torch.compile(owner.flex_attention))
-                changes.append("flex attention was compiled on its own while recording")
-        if self._compiled:
-            stance = torch.compiler.set_stance("force_eager")
-            hooks.on_removal(lambda: stance.__exit__(None, None, None))
-            changes.append("nothing was run compiled while recording (torch.compile was given the model)")
+        module, hooks = self._live.module, self._hooks
+        hooks.before(module, lambda _module, args, kwargs: self._begin(taker, args, kwargs))
+        self._tap, changes = self._live.hang(hooks, taker.receive, taker.take_targets)
+        hooks.after(module, lambda _module, _args, output: self._end(taker, output))
+        self._writer.manifest.changes += changes
 
     def _begin(self, taker: BatchTaker, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if taker.open:
             raise HostError("the forward before this one raised: the rest of its batch was never computed")
-        given = self._signature.bind(None, *args, **kwargs).arguments
+        given = self._live.signature.bind(None, *args, **kwargs).arguments
         begun = taker.read(given)
         if begun is None:
             return
@@ -236,6 +222,8 @@ class Recording:
     def _end(self, taker: BatchTaker, output: Any) -> None:
         if not taker.open:
             return
+        if not taker.batches:
+            say_seen(self._writer.manifest, self._tap)
         taker.end(output)
         if taker.full or taker.batches >= self._asked.batches:
             self._over()
@@ -253,16 +241,15 @@ class Recording:
         device = manifest.device
         autocast = torch.is_autocast_enabled(device)
         manifest.settings |= {
-            "steps": int(given.get("ttt_steps", self._signature.parameters["ttt_steps"].default)),
+            **self._live.settings(given),
             "features": "training",
-            "attention": model._attn_impl,
             "autocast": str(torch.get_autocast_dtype(device)).removeprefix("torch.") if autocast else None,
             "parameters": str(model.fc.weight.dtype).removeprefix("torch."),
         }
         if is_sharded(model):
             manifest.warnings.append("the parameters are sharded over ranks (FSDP): params.parquet leaves them out")
             return
-        for record in loaded_params(model, None):
+        for record in self._live.host.params(model, None):
             self._writer.put_record("params", record)
 
     def _over(self) -> None:
@@ -335,6 +322,33 @@ class Recording:
         if self.failure is None:
             self.failure = error
             logger.warning("the trace %s could not be finished: %s", self.path, _words(error))
+
+
+def rank_and_world() -> tuple[int, int]:
+    """This process's rank and how many there are; (0, 1) where torch.distributed was not set up."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank(), torch.distributed.get_world_size()
+    return 0, 1
+
+
+def is_sharded(model: Any) -> bool:
+    """Whether this process holds parts of the parameters only (FSDP)."""
+    return any(hasattr(parameter, "full_tensor") for parameter in model.parameters())
+
+
+def _manifest(live: LiveDraft, level: str) -> Manifest:
+    """The manifest of a recording that begins; what the first forward shows comes later."""
+    manifest = Manifest(
+        side="train",
+        level=level,
+        host=live.host.name,
+        packages=package_versions(live.host),
+        device=live.draft.fc.weight.device.type,
+        argv=without_secrets(sys.argv),
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+    )
+    live.describe(manifest)
+    return manifest
 
 
 @atexit.register

@@ -2,60 +2,48 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from eagle_trace.capture import LEVELS, Array, Rows
-from eagle_trace.errors import HostError, UsageError
-from eagle_trace.patience import MAX_WAIT, check_wait
+from eagle_trace.capture import Array, Rows
+from eagle_trace.errors import UsageError
 from eagle_trace.prompts import content_key, prompts_digest, unique_key
 from eagle_trace.recording.arrays import to_array
 from eagle_trace.recording.forward import Forward, Forwards, offsets_to_ids
 from eagle_trace.recording.stage import Held
-from eagle_trace.selection import EVERYTHING, Selection
+from eagle_trace.recording.wanted import Wanted
 from eagle_trace.store import Place
 from eagle_trace.streams import Part
 from eagle_trace.writer import TraceWriter
-from eagle_trace_speculators.forward import INTEGER_SITES, another_fed
 from eagle_trace_training.batches import Batch
 from eagle_trace_training.documents import Index
 from eagle_trace_training.first_tokens import UNKNOWN, FirstTokens
+from eagle_trace_training.forward import INTEGER_SITES, feeds_another
+from eagle_trace_training.host import LiveDraft
 
-#: speculators names a metric of step 2 ``full_acc_2_sum``
-STEP_OF_METRIC = re.compile(r"_(\d+)_(?:sum|total)$")
 #: rows that are no data (their token is another document's, or padding) and that the loss counts all the same
 LEAKING = "loss_rows_across_documents"
 
 
 @dataclass(frozen=True)
-class LiveOptions:
+class LiveOptions(Wanted):
     """What a recording of a training is asked to do; see `recording`."""
 
     out: Place
     batches: int = 2
-    level: str = "values"
-    selection: Selection = EVERYTHING
-    max_bytes: int | None = None
     first_token: int | None = None
     datasets: tuple[Any, ...] = ()
     force: bool = False
-    max_wait: float = MAX_WAIT
 
-    def check(self) -> None:
-        """Raises UsageError if the options do not make sense."""
+    def __post_init__(self) -> None:
+        super().__post_init__()
         if self.batches < 1:
             raise UsageError(f"batches must be 1 or more, not {self.batches}")
-        if self.level not in LEVELS:
-            raise UsageError(f"level must be one of {', '.join(LEVELS)}, not {self.level!r}")
-        if self.max_bytes is not None and self.max_bytes < 1:
-            raise UsageError(f"max_bytes must be a positive number of bytes, not {self.max_bytes}")
         if self.first_token is not None and self.first_token < 0:
             raise UsageError(f"first_token must be a token id, not {self.first_token}")
-        check_wait(self.max_wait)
 
 
 @dataclass
@@ -91,7 +79,7 @@ class BatchTaker:
     On a device, nothing is known of a batch until the writer's thread has it: a batch of padding alone then counts.
 
     Args:
-        model: the `Eagle3DraftModel` in training.
+        live: the draft in training.
         writer: takes the captures.
         asked: what to keep.
         first_tokens: finds the first token of each document.
@@ -101,10 +89,10 @@ class BatchTaker:
         full: whether the budget was spent in the middle of one.
     """
 
-    def __init__(self, model: Any, writer: TraceWriter, asked: LiveOptions, first_tokens: FirstTokens) -> None:
-        self._model, self._writer = model, writer
+    def __init__(self, live: LiveDraft, writer: TraceWriter, asked: LiveOptions, first_tokens: FirstTokens) -> None:
+        self._live, self._writer = live, writer
         self._first_tokens = first_tokens
-        self._forwards = Forwards(writer, asked.selection, model.hidden_size)
+        self._forwards = Forwards(writer, asked.selection, live.hidden_size)
         self._stage = self._forwards.stage
         self._seen: dict[str, int] = {}
         self._keys: list[str] = []
@@ -124,16 +112,13 @@ class BatchTaker:
         """What a forward is given, by name; None if that is padding alone.
 
         Raises:
-            HostError: it is not one packed row of tokens.
+            HostError: it is not what this trainer's forward can be given.
         """
-        if given["input_ids"].shape[0] != 1:
-            raise HostError(f"the forward was given {given['input_ids'].shape[0]} rows of tokens, not one packed row")
-        names = ("input_ids", "document_ids", "position_ids", "loss_mask")
-        held = {name: self._stage.keep(given[name].reshape(-1)) for name in names if given.get(name) is not None}
-        begun = _Begun(self.batches, given["input_ids"].shape[1])
+        batch = self._live.batch(given, self._stage.keep)
+        begun = _Begun(self.batches, given["input_ids"].numel())
 
         def known() -> None:
-            begun.batch = batch_of({name: one.array for name, one in held.items()})
+            begun.batch = batch()
 
         self._stage.then(known)
         return begun if begun.batch is None or begun.batch.documents else None
@@ -143,10 +128,10 @@ class BatchTaker:
 
         Args:
             begun: what it was given.
-            hidden_states: the target's features, [1, T, n * G].
+            hidden_states: the target's features, [..., n * G].
         """
         if not self._forwards.calls:
-            d2t = self._model.d2t
+            d2t = self._live.draft.d2t
             self._forwards.target_ids = offsets_to_ids(None if d2t is None else to_array(d2t))
         self._begun, self._step, self.full = begun, -1, False
         self._stage.then(lambda: self._note_prompts(begun))
@@ -155,12 +140,12 @@ class BatchTaker:
             self._forward.take_features(hidden_states)
 
     def take_targets(self, logits: Any) -> None:
-        """The verifier's own logits over the draft vocabulary, [1, T, V]: their best ids are the labels."""
-        if self._begun is not None and logits.shape[1] == self._begun.tokens:
+        """The verifier's own logits over the draft vocabulary, [..., V]: their best ids are the labels."""
+        if self._begun is not None and logits.shape[:-1].numel() == self._begun.tokens:
             self._begun.labels = self._stage.keep(logits.argmax(dim=-1).reshape(-1), fresh=True)
 
     def receive(self, step: int, site: str, tensor: Any) -> None:
-        """A tensor [1, T, W] of a site, or ids [1, T]; rows that are data and wanted are kept."""
+        """A tensor [..., W] of a site, or ids [...]; rows that are data and wanted are kept."""
         if self._begun is None:
             return
         if step != self._step:
@@ -168,7 +153,7 @@ class BatchTaker:
         if self._forward is None:
             return
         if site in INTEGER_SITES:
-            self._forward.expect(site, tensor, lambda: another_fed(site, step))
+            self._forward.expect(site, tensor, lambda: feeds_another(self._live.host.name, site, step))
             return
         if site == "fc.out":
             self._writer.manifest.dtype = str(tensor.dtype).removeprefix("torch.")
@@ -194,7 +179,8 @@ class BatchTaker:
 
     def _note_prompts(self, begun: _Begun) -> Iterator[Part]:
         for number, tokens in enumerate(begun.given.documents):
-            first = self._first_tokens.find(tokens)
+            known = begun.given.first
+            first = self._first_tokens.find(tokens) if known is None else int(known[number])
             self._unknown += first == UNKNOWN
             ids = [first, *tokens.tolist()]
             begun.prompts.append(len(self._keys))
@@ -249,21 +235,18 @@ class BatchTaker:
             columns = {} if counted is None else {"loss_mask": counted}
             return columns if labels is None else columns | {"label": labels.array[index + step]}
 
-        mode = "train" if self._model.training else "eval"
+        mode = "train" if self._live.draft.training else "eval"
         forward.close(mode, lambda: len(begun.prompts), training, settle=settle)
 
     def _keep_metrics(self, begun: _Begun, output: Any) -> None:
-        if not (isinstance(output, tuple) and len(output) == 3):
-            return  # no verifier was given, so there is no loss
-        _, loss, metrics = output
         kept = [
-            (name, self._stage.keep(value) if hasattr(value, "detach") else float(value))
-            for name, value in [("loss", loss), *metrics.items()]
+            (name, self._stage.keep(value) if hasattr(value, "detach") else float(value), step)
+            for name, value, step in self._live.metrics(output)
         ]
         self._stage.later(lambda: _metrics(begun, kept))
 
 
-def _metrics(begun: _Begun, kept: Sequence[tuple[str, Held | float]]) -> Iterator[Part]:
+def _metrics(begun: _Begun, kept: Sequence[tuple[str, Held | float, int | None]]) -> Iterator[Part]:
     """Rows of metrics.parquet of one forward."""
 
     def row(name: str, value: float, step: int | None) -> Part:
@@ -271,19 +254,7 @@ def _metrics(begun: _Begun, kept: Sequence[tuple[str, Held | float]]) -> Iterato
         record = {"batch": begun.number, "call_id": call, "step": step, "name": name, "value": value}
         return "record", ("metrics", record)
 
-    for name, value in kept:
-        found = STEP_OF_METRIC.search(name)
-        yield row(
-            name, float(value.array if isinstance(value, Held) else value), int(found.group(1)) if found else None
-        )
-    for step in range(1, len(begun.calls)):
+    for name, value, step in kept:
+        yield row(name, float(value.array if isinstance(value, Held) else value), step)
+    for step in range(1, len(begun.calls) if kept else 0):
         yield row(LEAKING, begun.given.leaking(step), step)
-
-
-def batch_of(flat: Mapping[str, Array]) -> Batch:
-    """The forward's arguments [T], by name."""
-    tokens = flat["input_ids"].astype(np.int32)
-    # without positions the forward counts rows from 1, over all documents
-    positions = flat.get("position_ids", np.arange(1, len(tokens) + 1)).astype(np.int32)
-    mask = flat["loss_mask"].astype(np.bool_) if "loss_mask" in flat else None
-    return Batch(tokens, positions, flat["document_ids"].astype(np.int32), mask)

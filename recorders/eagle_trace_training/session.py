@@ -16,12 +16,12 @@ from eagle_trace.recording.arrays import to_array
 from eagle_trace.recording.forward import Forward, Forwards, offsets_to_ids
 from eagle_trace.selection import EVERYTHING, Selection, select_prompts
 from eagle_trace.writer import TraceWriter
-from eagle_trace_speculators.forward import PackRunner, row_budget
-from eagle_trace_speculators.load import LoadedDraft, raise_dtype
-from eagle_trace_speculators.params import loaded_params
-from eagle_trace_training.documents import Document, Index, Pack, pack, replayed, teacher_forced
+from eagle_trace_training.documents import Document, Index, Pack, replayed, teacher_forced
 from eagle_trace_training.features import ComputedFeatures, Features
 from eagle_trace_training.floors import REFERENCE, Floors
+from eagle_trace_training.forward import PackRunner, say_seen
+from eagle_trace_training.host import LoadedDraft
+from eagle_trace_training.numerics import raise_dtype, row_budget
 from eagle_trace_training.replay import Task
 
 
@@ -61,10 +61,9 @@ class Session:
         self._put_tables()
         wanted = set(select_prompts(1 + max(task.prompt_id for task in self.tasks), self.selection))
         documents = [one for task in self.tasks if task.prompt_id in wanted for one in self._documents(task)]
-        layer = self.draft.model.config.transformer_layer_config
         reference = REFERENCE[self.dtype]
-        budget = row_budget(layer.num_attention_heads, self.steps, np.dtype(reference).itemsize)
-        packs = list(pack(documents, budget))
+        budget = row_budget(self.draft.heads, self.steps, np.dtype(reference).itemsize)
+        packs = list(self.draft.host.packs(documents, budget))
         rows = sum(len(roots) for document in documents for roots in document.roots)
         self.progress(f"draft: {rows} rows in {len(packs)} forwards, {self.steps} steps, {self.dtype} and {reference}")
         floors = Floors(self.dtype, reference)
@@ -92,9 +91,10 @@ class Session:
         for task in self.tasks:
             self.writer.put_record("prompts", task.record)
         if isinstance(self.features, ComputedFeatures):
+            self.writer.manifest.settings["layer_channels"] = self.features.layers.channels.tolist()
             for record in self.features.layers.records:
                 self.writer.put_record("layers", record)
-        for record in loaded_params(self.draft.model, self.draft.stored):
+        for record in self.draft.host.params(self.draft.model, self.draft.stored):
             self.writer.put_record("params", record)
             if record["nonfinite"]:
                 self.writer.manifest.warnings.append(
@@ -110,6 +110,8 @@ class Session:
         ]
         kept = self._opened(self._forwards, batch, first)
         low.run(batch, self._fused(batch, tasks, reference=False), kept, guesses)
+        if not first:
+            say_seen(self.writer.manifest, low.tap)
         for forward in kept:
             forward.close("train", len(batch.documents))
         reference = self._opened(self._reference, batch, first)

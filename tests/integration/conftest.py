@@ -95,12 +95,12 @@ def serve(folder: Path, deployed: Path, four_prompts: Path, warm: Warm) -> Serve
 
 @pytest.fixture(scope="session")
 def train(folder: Path) -> Train:
-    """Record speculators' forward; the same options give the same trace again."""
-    from eagle_trace_speculators.record import record
+    """Record a trainer's forward, speculators' if none is named; the same options give the same trace again."""
+    from eagle_trace.recording.hosts import find_host
 
     made: dict[str, Trace] = {}
 
-    def run(**options: Any) -> Trace:
+    def run(host: str = "speculators", **options: Any) -> Trace:
         asked = {
             "target": TARGET,
             "draft": DRAFT,
@@ -116,8 +116,9 @@ def train(folder: Path) -> Train:
             "argv": [],
             "progress": lambda _: None,
         } | options
-        name = json.dumps({key: str(value) for key, value in asked.items() if key != "progress"}, sort_keys=True)
+        name = host + json.dumps({key: str(value) for key, value in asked.items() if key != "progress"}, sort_keys=True)
         if name not in made:
+            record = find_host("trainer", host).record
             made[name] = open_trace(record(out=folder / f"train{len(made)}.trace", **asked))
         return made[name]
 

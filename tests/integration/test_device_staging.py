@@ -17,8 +17,7 @@ pytestmark = pytest.mark.integration
 torch = pytest.importorskip("torch")
 pytest.importorskip("speculators")
 
-from eagle_trace_speculators import recording  # noqa: E402
-from eagle_trace_speculators.load import LoadedDraft  # noqa: E402
+from eagle_trace_speculators import recording, trainer  # noqa: E402
 from eagle_trace_speculators.record import record  # noqa: E402
 from eagle_trace_training.session import Session  # noqa: E402
 from tests.support.stand_in import Device, moved  # noqa: E402
@@ -104,17 +103,17 @@ def test_a_forward_run_for_its_trace_costs_one_transfer_and_no_wait(
         "draft": pair.draft, "target": pair.target, "prompts": prompts, "steps": STEPS, "device": "cpu",
     }  # fmt: skip
     here = open_trace(record(out=tmp_path / "here.trace", **asked))
-    forward, fused = LoadedDraft.forward, Session._fused
+    uncompiled, fused = trainer.uncompiled, Session._fused
     calls: list[int] = []
 
-    def on_device(draft: LoadedDraft) -> Any:
-        def call(**given: Any) -> Any:
+    def on_device(forward: Any) -> Any:
+        def call(model: Any, **given: Any) -> Any:
             calls.append(1)
-            return forward.fget(draft)(**moved(given))  # type: ignore[attr-defined]
+            return uncompiled(forward)(model, **moved(given))
 
         return call
 
-    monkeypatch.setattr(LoadedDraft, "forward", property(on_device))
+    monkeypatch.setattr(trainer, "uncompiled", on_device)
     monkeypatch.setattr(Session, "_fused", lambda *args, **options: moved(fused(*args, **options)))
     there = open_trace(record(out=tmp_path / "there.trace", **asked))
     assert device.blocking == []

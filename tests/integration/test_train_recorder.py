@@ -29,9 +29,9 @@ pytest.importorskip("speculators")
 from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
 from transformers import AutoModelForCausalLM
 
-from eagle_trace_speculators import forward, load
+from eagle_trace_speculators import load, trainer
 from eagle_trace_speculators.record import record
-from eagle_trace_training import session
+from eagle_trace_training import numerics, session
 from tests.support.tiny_speculators import (
     HIDDEN,
     LAYER_IDS,
@@ -374,17 +374,19 @@ def test_a_bfloat16_draft_is_recorded_as_bfloat16_with_its_exact_weights(tmp_pat
 
 def test_rotation_frequencies_stay_exact_in_bfloat16(tmp_path: Path) -> None:
     pair = write_pair(tmp_path, dtype=torch.bfloat16)
-    model = load.load_draft(pair.draft, None, "bfloat16", "cpu").model
+    model = load.load_draft(trainer.Speculators(), pair.draft, None, "bfloat16", "cpu").model
     exact = 10000.0 ** (-torch.arange(0, HEAD, 2, dtype=torch.float64) / HEAD)
     assert torch.allclose(model.rotary_emb.inv_freq.double(), exact, rtol=1e-6)
 
 
 def test_a_float64_reference_takes_no_detour_through_float32(pair: Pair) -> None:
-    model = load.raise_dtype(load.load_draft(pair.draft, None, "float32", "cpu").model, "float64")
+    model = numerics.raise_dtype(
+        load.load_draft(trainer.Speculators(), pair.draft, None, "float32", "cpu").model, "float64"
+    )
     layer = model.layers[0]
     states = torch.randn(1, 6, HIDDEN, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     positions = torch.arange(100, 106)[None]
-    with forward.computing_in("float64"):
+    with numerics.computing_in("float64"):
         normed = layer.hidden_norm(states)
         cos, _ = model.rotary_emb(states, positions)
         weights = functional.softmax(states, dim=-1, dtype=torch.float32)
@@ -477,7 +479,7 @@ def test_no_hook_is_left_behind(
             draft.model.lm_head.forward = lambda *_: 1 / 0
         return draft
 
-    monkeypatch.setattr(load, "load_draft", remember)
+    monkeypatch.setattr(trainer, "load_draft", remember)
     if failing:
         with pytest.raises(ZeroDivisionError):
             run(pair, tmp_path / "trace", prompts=prompts)
@@ -660,7 +662,7 @@ FAULTS: dict[str, tuple[Callable[[Pair, Path], dict[str, Any]], type[EagleTraceE
         CheckpointError,
         "prompt p0",
     ),
-    "stored for another draft": (_folder(layers=2), CheckpointError, "holds 2 layers"),
+    "stored for another draft": (_folder(layers=2), CheckpointError, "made for another draft"),
     "neither prompts nor replay": (lambda _p, _f: {"prompts": None}, UsageError, "one of --prompts"),
     "serve without replay": (lambda _p, _f: {"features": "serve"}, UsageError, "--replay"),
     "compute without target": (lambda _p, _f: {"target": None}, UsageError, "give --target"),

@@ -67,7 +67,8 @@ class FakeHost:
         self, out: Path, *, level: str = "values", max_bytes: int | None = None, selection: Selection = EVERYTHING
     ) -> list[float]:
         prepare_output(out)
-        order = Order(str(out), Admission(requests=len(PROMPTS)), level, max_bytes, selection)
+        kept: dict[str, Any] = {"level": level, "max_bytes": max_bytes, "selection": selection}
+        order = Order(str(out), Admission(requests=len(PROMPTS)), **kept)
         writer = TraceWriter(out, server_manifest(order, self.facts), max_bytes=max_bytes)
         for name, parameter in self.draft.named_parameters():
             writer.put_record("params", parameter_row(name, name, parameter, in_checkpoint=True))

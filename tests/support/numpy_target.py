@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import load_file
@@ -31,11 +32,27 @@ def rms(x: F64, weight: F64, eps: float) -> F64:
     return x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + eps) * weight
 
 
-def turn(x: F64, positions: Sequence[int], size: int, theta: float, layout: str = "half", share: float = 1.0) -> F64:
-    """Rotary embedding of [T, heads x size]; `layout` half or pairs, `share` of each head."""
+def low(values: F64) -> F64:
+    """Rounded to bfloat16."""
+    return values.astype(ml_dtypes.bfloat16).astype(np.float64)
+
+
+def turn(
+    x: F64,
+    positions: Sequence[int],
+    size: int,
+    theta: float,
+    layout: str = "half",
+    share: float = 1.0,
+    rounded: str = "",
+) -> F64:
+    """Rotary embedding of [T, heads x size]; `layout` half or pairs, `share` of each head, `rounded` as in `Rope`."""
     rotated = int(size * share)
     frequency = theta ** (-np.arange(0, rotated, 2) / rotated)
-    angle = np.asarray(positions, dtype=np.float64)[:, None, None] * frequency
+    place = np.asarray(positions, dtype=np.float64)[:, None, None]
+    angle = place * (low(frequency) if rounded else frequency)
+    if rounded == "angles":
+        angle = low(low(place) * low(frequency))
     heads = x.reshape(len(x), -1, size)
     turned = heads[..., :rotated].copy()
     pick = (
@@ -84,19 +101,27 @@ class Target:
             read_tensors(folder),
         )
         self.layers = int(self.config["num_hidden_layers"])
-        self._known: dict[tuple[int, ...], F64] = {}
+        self._known: dict[tuple[int, ...], tuple[F64, F64]] = {}
 
     def hidden_states(self, tokens: Sequence[int]) -> F64:
         """Inputs of every layer, the last one's output, and the same after the final norm [L + 2, T, G]."""
+        return self._both(tokens)[0]
+
+    def branches(self, tokens: Sequence[int]) -> F64:
+        """What the layer before added last to each of `hidden_states`, its MLP's output; NaN where there is none."""
+        return self._both(tokens)[1]
+
+    def _both(self, tokens: Sequence[int]) -> tuple[F64, F64]:
         if tuple(tokens) not in self._known:
             self._known[tuple(tokens)] = self._forward(tokens)
         return self._known[tuple(tokens)]
 
-    def _forward(self, tokens: Sequence[int]) -> F64:
+    def _forward(self, tokens: Sequence[int]) -> tuple[F64, F64]:
         config, eps = self.config, self.config["rms_norm_eps"]
         heads, kv_heads, size = (config[k] for k in ("num_attention_heads", "num_key_value_heads", "head_dim"))
         x = self.tensors["model.embed_tokens.weight"][list(tokens)]
-        states = [x]
+        states, none = [x], np.full_like(x, np.nan)
+        branches = [none]
         places = list(range(len(tokens)))
         for n in range(self.layers):
             w = {k.split(f"layers.{n}.")[1]: t for k, t in self.tensors.items() if f"layers.{n}." in k}
@@ -107,9 +132,12 @@ class Target:
             x = x + seen @ w["self_attn.o_proj.weight"].T
             h = rms(x, w["post_attention_layernorm.weight"], eps)
             gate = h @ w["mlp.gate_proj.weight"].T
-            x = x + (gate / (1 + np.exp(-gate)) * (h @ w["mlp.up_proj.weight"].T)) @ w["mlp.down_proj.weight"].T
+            branches.append(
+                (gate / (1 + np.exp(-gate)) * (h @ w["mlp.up_proj.weight"].T)) @ w["mlp.down_proj.weight"].T
+            )
+            x = x + branches[-1]
             states.append(x)
-        return np.stack([*states, rms(x, self.tensors["model.norm.weight"], eps)])
+        return np.stack([*states, rms(x, self.tensors["model.norm.weight"], eps)]), np.stack([*branches, none])
 
     @property
     def head(self) -> F64:

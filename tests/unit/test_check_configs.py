@@ -9,8 +9,10 @@ import pytest
 
 from eagle_trace.errors import EagleTraceError
 from eagle_trace_analysis.checkpoint.check import check
-from eagle_trace_analysis.checkpoint.export import export, what_sglang_cannot_compute
+from eagle_trace_analysis.checkpoint.export import export
 from eagle_trace_analysis.checkpoint.finding import Status
+from eagle_trace_analysis.engines import SGLANG
+from eagle_trace_analysis.trainers import speculators
 from tests.support import checkpoints as make
 from tests.support.check_cases import (
     Folders,
@@ -152,7 +154,7 @@ def test_check_fails_wherever_export_refuses(tmp_path: Path) -> None:
     for number, (_, harm, _, _) in enumerate(SPECULATORS_FAULTS):
         config, tensors = make.speculators_config(), make.draft_tensors()
         harm(config, tensors)
-        if what_sglang_cannot_compute(config):
+        if SGLANG.gaps(speculators.training_of(config)):
             assert check(make.write_checkpoint(tmp_path / str(number), config, tensors)).exit_status == 1
 
 

@@ -213,6 +213,51 @@ def test_extend_under_a_tree_sees_ancestors_only(rule: dict[str, Any]) -> None:
     torch.testing.assert_close(extend(batch, q, [4, 4, 4], **rule).double(), want, rtol=0, atol=2e-6)
 
 
+def latent(lengths: list[int], extends: list[int]) -> tuple[Tensor, Tensor]:
+    """A prefill of multi-head latent attention: its rows, computed and by plain products.
+
+    The cache holds latents of width 12 for all heads together; the new keys are given for each of 4 heads, 8 wide, and
+    the values 6 wide.
+    """
+    cache = Batch(lengths, heads=4, groups=1, width=12, value_width=10)
+    rows = sum(extends)
+    query, keys, values = torch.randn(rows, 4, 8), torch.randn(rows, 4, 8), torch.randn(rows, 4, 6)
+    out = torch.empty(rows, 4, 6)
+    starts = torch.tensor([sum(extends[:request]) for request in range(len(extends))], dtype=torch.int32)
+    kernels.extend_attention_cpu(
+        query, keys.flatten(1), values.flatten(1), out, cache.k, cache.v, 1.0, 1.0, cache.table, cache.rows,
+        cache.seq_lens(), torch.tensor(extends, dtype=torch.int32), starts, max(extends), 0.3, 0.0, False, 0, None,
+        None, None,
+    )  # fmt: skip
+    want = []
+    for start, count in zip(starts.tolist(), extends, strict=True):
+        own = slice(start, start + count)
+        scores = torch.einsum("qhd,khd->hqk", query[own].double(), keys[own].double()) * 0.3
+        scores = scores.masked_fill(torch.ones(count, count).triu(1).bool(), -math.inf)
+        want.append(torch.einsum("hqk,khv->qhv", scores.softmax(-1), values[own].double()))
+    return out, torch.cat(want)
+
+
+def test_a_prefill_of_latent_attention_takes_the_keys_of_every_head_as_they_are_given() -> None:
+    got, want = latent([5, 9, 2], [5, 9, 2])
+    torch.testing.assert_close(got.double(), want, rtol=0, atol=2e-6)
+
+
+def test_keys_of_every_head_are_joined_to_no_cached_prefix() -> None:
+    with pytest.raises(NotImplementedError, match="disable-radix-cache"):
+        latent([7, 9], [5, 9])
+
+
+def test_names_that_sglang_looks_up_on_import_are_there_and_refuse_to_be_called() -> None:
+    kernels.register_operators()
+    for name in kernels.LOOKED_UP_ON_IMPORT:
+        with pytest.raises(NotImplementedError, match=name):
+            getattr(torch.ops.sgl_kernel, name)(1, key=2)
+    # SGLang asks for these with hasattr, and has a way of its own where they are absent
+    assert not hasattr(torch.ops.sgl_kernel, "fused_qk_norm_rope_cpu")
+    assert not hasattr(torch.ops.sgl_kernel, "convert_weight_packed")
+
+
 def test_a_long_prefill_is_cut_in_blocks_without_a_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     batch = Batch([40, 33])
     q = batch.query(60)

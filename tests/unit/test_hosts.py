@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,14 @@ ABSENT = "no_such_program"
 
 
 def host(name: str, kind: str, module: str = "json") -> SimpleNamespace:
-    return SimpleNamespace(name=name, title=name.upper(), kind=kind, module=module, extra=f"with-{name}")
+    return SimpleNamespace(
+        name=name,
+        title=name.upper(),
+        kind=kind,
+        module=module,
+        install=f"get {name}",
+        takes=lambda draft: draft.name == name,
+    )
 
 
 @pytest.fixture
@@ -51,17 +59,25 @@ def test_of_several_one_must_be_named(registered: list[SimpleNamespace]) -> None
     assert find_host("server", "two").name == "two"
 
 
+def test_of_several_the_one_that_takes_the_draft_needs_no_name(registered: list[SimpleNamespace]) -> None:
+    registered += [host("two", "trainer"), host("one", "trainer")]
+    assert find_host("trainer", draft=Path("/drafts/two")).name == "two"
+    assert find_host("trainer", "one", draft=Path("/drafts/two")).name == "one"
+    with pytest.raises(UsageError, match=r"--host one\|two"):
+        find_host("trainer", draft=Path("/drafts/three"))
+
+
 def test_one_that_is_not_installed_comes_with_what_installs_it(registered: list[SimpleNamespace]) -> None:
     registered.append(host("one", "server", ABSENT))
-    assert refused("server", "one") == "ONE is not installed here: pip install 'eagle-trace[with-one]'"
-    assert "one (pip install 'eagle-trace[with-one]')" in refused("server")
+    assert refused("server", "one") == "ONE is not installed here: get one"
+    assert "one (get one)" in refused("server")
     assert find_host("server", "one", program=False).name == "one", "its client needs no program"
 
 
 def test_a_name_that_nobody_has_comes_with_those_there_are(registered: list[SimpleNamespace]) -> None:
     registered += [host("one", "server"), host("other", "trainer")]
-    assert refused("server", "nobody").startswith("no server is called 'nobody': --host takes one (pip")
-    assert refused("server", "other").startswith("other belongs to --mode train: --host takes one (pip")
+    assert refused("server", "nobody").startswith("no server is called 'nobody': --host takes one (get one)")
+    assert refused("server", "other").startswith("other belongs to --mode train: --host takes one (get one)")
 
 
 def test_where_nothing_is_registered_that_is_said(registered: list[SimpleNamespace]) -> None:
@@ -78,7 +94,8 @@ def test_looking_at_the_hosts_imports_no_program() -> None:
         "import sys; from eagle_trace.recording.hosts import known_hosts, is_installed;"
         "found = known_hosts('server') | known_hosts('trainer'); print(sorted(found));"
         "[is_installed(host) for host in found.values()];"
-        "print([m for m in ('sglang', 'speculators', 'torch', 'transformers', 'pyarrow') if m in sys.modules])"
+        "heavy = ('sglang', 'specforge', 'speculators', 'torch', 'transformers', 'pyarrow');"
+        "print([m for m in heavy if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     names, loaded = done.stdout.splitlines()

@@ -173,6 +173,8 @@ def test_what_fails_while_a_forward_is_made_ends_the_recording_and_not_the_host(
         one.seal()
     assert not one.accepting
     assert isinstance(one.failure, ZeroDivisionError)
+    # what came before is kept
+    assert assert_consistent(open_trace(tmp_path / "t", allow_partial=True)) == 1
 
 
 def test_what_sites_share_is_made_once() -> None:

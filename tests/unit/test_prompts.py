@@ -1,6 +1,8 @@
 """The prompts file: every form it may have, and one sentence for each way it can be wrong."""
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -87,6 +89,33 @@ def test_an_id_pairs_lines_whose_content_differs_and_without_one_they_are_strang
 def test_a_bad_line_is_named_by_its_number(tmp_path: Path, line: str, message: str) -> None:
     with pytest.raises(PromptsError, match=message):
         read_prompts(write(tmp_path, '{"prompt": "fine"}', line))
+
+
+@pytest.mark.parametrize(
+    ("part", "kind"),
+    [
+        ({"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}}, "image_url"),
+        ({"type": "image", "image": "cat.png"}, "image"),
+        ({"image": "cat.png"}, "image"),
+        ({"type": "video_url", "video_url": {"url": "x"}}, "video_url"),
+        ({"type": "input_audio", "input_audio": {"data": "x"}}, "input_audio"),
+    ],
+)
+def test_a_message_with_something_else_than_text_is_refused_by_its_kind(
+    tmp_path: Path, part: dict[str, Any], kind: str
+) -> None:
+    """A chat template writes a placeholder for it, and two traces of a prompt without its image would agree."""
+    said = {"type": "text", "text": "What is this?"}
+    for content in ([said, part], [part]):
+        line = json.dumps({"messages": [{"role": "user", "content": content}]})
+        with pytest.raises(PromptsError, match=rf"line 1 holds a part of type {kind} beside its text"):
+            read_prompts(write(tmp_path, line))
+
+
+@pytest.mark.parametrize("content", ["Hi", [{"type": "text", "text": "Hi"}], [{"text": "Hi"}], ["Hi"], None, []])
+def test_messages_of_text_alone_are_taken_in_any_spelling(tmp_path: Path, content: Any) -> None:
+    line = json.dumps({"messages": [{"role": "user", "content": content}]})
+    assert read_prompts(write(tmp_path, line))[0].messages == ({"role": "user", "content": content},)
 
 
 def test_no_file_and_no_prompt_are_refused(tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ def prefill(lengths: dict[str, int], first: int = 0) -> Any:
 
 def record(out: Path, level: str = "values", **admission: Any) -> Recording:
     prepare_output(out)
-    order = Order(str(out), Admission(**admission), level)
+    order = Order(str(out), Admission(**admission), level=level)
     return Recording(order, TraceWriter(out, Manifest("serve", level, "sglang")), WIDTH)
 
 

@@ -18,6 +18,7 @@ from eagle_trace_analysis import Diff, diff
 from eagle_trace_analysis.diagnosis.diagnose import diagnosed
 from eagle_trace_analysis.report.html import render_html
 from eagle_trace_analysis.report.sections import e, lead
+from tests.support.endings import ending_of
 from tests.support.hostile import SCRIPT, hostile_pair
 from tests.support.synthetic import Side, make_prompts, write_trace
 
@@ -195,7 +196,7 @@ def test_the_command_writes_the_report_and_says_the_verdict(tmp_path: Path, monk
     out = tmp_path / "report.html"
     done = run("--out", str(out))
     assert done.exit_code == 1
-    assert done.stdout.splitlines()[0] == "diverged: train and serve first part at fused, step 0 (shape)"
+    assert ending_of(done.stdout)[0] == "diverged: train and serve first part at fused, step 0 (shape)"
     assert out.read_text(encoding="utf-8").startswith("<!doctype html>")
 
 

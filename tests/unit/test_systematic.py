@@ -21,6 +21,7 @@ from eagle_trace_analysis.replay.replay import Replay, Replayed, judge
 from eagle_trace_analysis.replay.systematic import FEWEST_ROWS, Limits, Systematic, systematic
 from eagle_trace_analysis.report.json import to_json
 from eagle_trace_analysis.report.text import render
+from tests.support.endings import ending_of
 from tests.support.planted import Planted, run
 from tests.support.relevel import at_level
 
@@ -271,7 +272,7 @@ def test_a_step_that_is_proved_faulty_is_where_the_sides_part(scaled: tuple[Diff
     assert result.exit_status == 1
     assert "end to end within tolerance" in first.why
     assert f"as loaded, {DOWN} is not the trained one" in first.why
-    lines = render(result).splitlines()
+    lines = ending_of(render(result))
     assert lines[0] == "diverged: layer.0.mlp.out, step 0 is not computed as trained"
     assert lines[1].startswith("within rounding end to end, but by itself: scale 1.005")
     assert max(map(len, lines)) <= 80
@@ -290,7 +291,7 @@ def test_weights_that_are_not_the_trained_ones_never_agree(
     first = result.first_divergence
     assert first is not None
     assert (result.exit_status, first.site, first.kind) == (1, "layer.0.mlp.out", "parameters")
-    lines = render(result).splitlines()
+    lines = ending_of(render(result))
     assert lines[0] == "diverged: the weights served at layer.0.mlp.out are not the trained ones"
     assert lines[1].startswith(f"{DOWN}: norm ")
     if level != "values":

@@ -21,6 +21,7 @@ from eagle_trace_analysis.report.html import render_html
 from eagle_trace_analysis.report.json import to_json
 from eagle_trace_analysis.report.text import render
 from tests.support import planted_faults as plant
+from tests.support.endings import ending_of
 from tests.support.planted import Planted, serving
 from tests.support.synthetic import Side, make_prompts, only, write_trace
 
@@ -58,7 +59,7 @@ def test_a_fault_between_two_traces_of_one_side_is_named_at_its_site(sides: tupl
     assert (result.first_divergence.site, result.first_divergence.step) == ("embed", 0)
     assert "B is 1.1 x A" in result.first_divergence.why
     text = render(result)
-    assert text.startswith("diverged: A and B first part at embed, step 0 (values)")
+    assert ending_of(text)[0] == "diverged: A and B first part at embed, step 0 (values)"
     assert "serv" not in text.partition("traces\n")[0].replace("serve0.trace", "").replace("no train trace", "")
     assert f"Ais{result.traces['train']['path']}" in "".join(text.split()), "a long path is broken anywhere"
 

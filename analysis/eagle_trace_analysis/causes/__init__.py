@@ -18,6 +18,7 @@ from eagle_trace_analysis.causes import (
     parameters,
     positions,
     qkv,
+    residual,
     rope,
     target,
     tokens,
@@ -25,8 +26,8 @@ from eagle_trace_analysis.causes import (
 )
 from eagle_trace_analysis.causes.base import Cause, Outcome
 
-_MODULES = (tokens, fed_tokens, positions, fed, layer_ids, target, parameters, weights, head, embedding, d2t, norms,
-            rope, qkv, carried, attention, parallel, nonfinite, benign)  # fmt: skip
+_MODULES = (tokens, fed_tokens, positions, fed, residual, layer_ids, target, parameters, weights, head, embedding, d2t,
+            norms, rope, qkv, carried, attention, parallel, nonfinite, benign)  # fmt: skip
 
 #: by name
 REGISTRY: dict[str, Cause] = {cause.name: cause for module in _MODULES for cause in module.CAUSES}

@@ -19,7 +19,6 @@ from eagle_trace_analysis.causes.base import (
 )
 from eagle_trace_analysis.checkpoint.files import as_float32
 from eagle_trace_analysis.checkpoint.width import has_fc
-from eagle_trace_analysis.engines.sglang import engine
 from eagle_trace_analysis.evidence.context import Context
 from eagle_trace_analysis.evidence.features import CLEARLY, Features, channel_error
 from eagle_trace_analysis.evidence.misplaced import misplaced
@@ -75,13 +74,31 @@ def _single_fix(context: Context) -> str:
             "deploy the draft that was trained here: the deployed one holds no fc, so it is a head of one feature, for "
             "which its flag is right"
         )
-    if context.served and not engine.uses_aux_hidden_state(context.served):
+    if context.served and not context.engine.uses_aux_hidden_state(context.served):
         return "set eagle_config.use_aux_hidden_state to true in the deployed config"
     if context.other_algorithm is not None:
         return f"serve with --speculative-algorithm EAGLE3 (it was {context.other_algorithm})"
+    return _class_fix(context)
+
+
+def _class_fix(context: Context) -> str:
+    """The config asks for several layers, so it is the target's class that fed one."""
+    manifest = context.serve.manifest
+    release = manifest.packages.get("sglang")
+    host = f"SGLang {release}" if release else "this server"
+    name = manifest.target.get("architecture") or (context.target.architecture if context.target else None)
+    named = f"the target class {name} in {host}" if name else f"the target's class in {host}"
+    layers = manifest.target.get("captured_inputs")
+    if manifest.target.get("captures") and layers:
+        fed = f"was told to capture the inputs of layers {layers} and fed one all the same"
+    elif manifest.target.get("captures") is False:
+        fed = "was never told to capture (its capture_aux_hidden_states is false) and fed one"
+    else:
+        fed = "fed one"
+    count = context.engine.num_aux_hidden_states(context.served) if context.served else len(context.feature_sites)
     return (
-        "the target's class captured no auxiliary states: set eagle_config.use_aux_hidden_state to true, serve with "
-        "--speculative-algorithm EAGLE3, and use a target class that supports it"
+        f"the config asks for {count} layers, {named} {fed}: serve this target with a release or an engine whose class "
+        "captures them; no change to the draft or its config helps"
     )
 
 

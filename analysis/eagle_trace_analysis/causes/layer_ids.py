@@ -6,7 +6,6 @@ from math import isfinite
 
 from eagle_trace_analysis.causes.base import RECORD_VALUES, Cause, Outcome, confirmed, not_tested, ruled_out
 from eagle_trace_analysis.causes.fed import layer_words
-from eagle_trace_analysis.engines.sglang import engine
 from eagle_trace_analysis.evidence.context import Context
 from eagle_trace_analysis.evidence.features import CLEARLY, Features
 
@@ -25,7 +24,7 @@ def check_default(context: Context) -> Outcome:
 
 def _check(context: Context, *, default: bool) -> Outcome:
     features = context.features
-    named = engine.eagle_config(context.served).get("eagle_aux_hidden_state_layer_ids")
+    named = context.engine.layer_ids(context.served)
     if context.served and default and named:
         return ruled_out(f"the deployed config names ids {named}")
     if features is None:
@@ -96,7 +95,7 @@ def _fix(context: Context, ids: list[int]) -> str:
     if found is not None:
         return found.fix
     architecture = context.target.architecture if context.target else None
-    right = engine.ids_that_capture(ids, context.target.layers if context.target else None, architecture)
+    right = context.engine.ids_that_capture(ids, context.target.layers if context.target else None, architecture)
     return f"set eagle_config.eagle_aux_hidden_state_layer_ids to {right}" if right else FIX
 
 
@@ -106,7 +105,7 @@ def _by_config(context: Context, features: Features) -> Outcome:
     target = context.target
     layers = target.layers if target else None
     fed = (
-        engine.captured_inputs(context.served, layers, target.architecture if target else None)
+        context.engine.captured_inputs(context.served, layers, target.architecture if target else None)
         if context.served
         else None
     )

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 import numpy as np
 
 from eagle_trace_analysis.causes.base import Cause, Hypothesis, Outcome, as_trained, counterfactual
-from eagle_trace_analysis.engines.sglang import engine
 from eagle_trace_analysis.evidence.context import Context
 from eagle_trace_analysis.replay.replay import Recomputed, Replay, Replayed
 
@@ -49,7 +48,7 @@ def check_features_norm(context: Context) -> Outcome:
         form, weights = replay.form, replay.weights
         # a norm that training did not have has its weights in the deployed checkpoint alone
         for name, tensor in (context.serve_draft.tensors if context.serve_draft else {}).items():
-            known = engine.canonical_name(name)
+            known = context.engine.canonical_name(name)
             if known.startswith(("input_norm.", "fc_norm.")) and known not in weights:
                 weights = weights.borrowing(known, tensor)
         width = replay.recorded.width("fused") or 0
@@ -95,6 +94,25 @@ def check_carry(context: Context) -> Outcome:
         lambda _: as_trained(context, "norm-output", ("norm_output",), "norm_output", "set norm_output as trained"),
         own=("norm_output",),
     )
+
+
+def check_head(context: Context) -> Outcome:
+    """Whether the head reads the normed stream."""
+
+    def other(replay: Replay, _: Replayed) -> Iterator[Hypothesis]:
+        flag = not replay.form.head_norm
+        words = "the final norm before the head" if flag else "no norm before the head"
+        yield Hypothesis(words, replay.varied(head_norm=flag), context.says("head_norm", flag))
+
+    def fix(_: str) -> str:
+        if context.form is not None and not context.form.head_norm:
+            return (
+                "the draft was trained without the final norm before its head (SpecForge 0.2.0: norm_output false), "
+                "which no server leaves out: take norm_output out of the draft's config and train again"
+            )
+        return "the server leaves out the final norm before the head: update or report it"
+
+    return counterfactual(context, ["norm"], other, fix, own=("head_norm",))
 
 
 def check_eps(context: Context) -> Outcome:
@@ -185,6 +203,14 @@ CAUSES = (
         "Set norm_output in the deployed config as trained.",
         ("carry",),
         check_carry,
+    ),
+    Cause(
+        "head-norm",
+        "Low accept length; the stream behind the layer is equal, what the head reads is not.",
+        "The head's input recomputed as the stream behind the final norm and as the stream itself.",
+        "Train the draft with the final norm before its head, as every server computes it.",
+        ("norm",),
+        check_head,
     ),
     Cause(
         "norm-eps",

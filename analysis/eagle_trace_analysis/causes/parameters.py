@@ -8,7 +8,6 @@ from eagle_trace.sites import site_of_parameter
 from eagle_trace_analysis.causes.base import Cause, Outcome, clipped, confirmed, not_tested, ruled_out
 from eagle_trace_analysis.checkpoint.quantised import modules
 from eagle_trace_analysis.comparison.params import same
-from eagle_trace_analysis.engines.sglang import engine
 from eagle_trace_analysis.evidence.context import Context
 
 #: what causes of their own speak about
@@ -50,8 +49,8 @@ def dropped_for(context: Context, name: str) -> str | None:
     ends = [".".join(name.split(".")[at:]) for at in range(len(name.split(".")))]
     for key in dropped:
         held = stored.get(key)
-        fused = [old for old, parts in engine.STACKED.items() if any(part in name for part in parts)]
-        if engine.canonical_name(key) == name or any(one in key for one in fused):
+        fused = [old for old, parts in context.engine.STACKED.items() if any(part in name for part in parts)]
+        if context.engine.canonical_name(key) == name or any(one in key for one in fused):
             return key
         if held is not None and list(held.shape) != shape:
             continue

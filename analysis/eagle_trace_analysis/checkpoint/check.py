@@ -35,6 +35,7 @@ from eagle_trace_analysis.checkpoint.weights import (
     check_zeros,
 )
 from eagle_trace_analysis.checkpoint.width import check_aux, check_fc
+from eagle_trace_analysis.engines import SGLANG, Engine
 
 #: checks that read configs, names, shapes and single rows, in the order of the report
 CHECKS = (
@@ -64,7 +65,9 @@ CHECKS = (
 )
 
 
-def check(draft: Path, *, target: Path | None = None, reference: Path | None = None) -> CheckResult:
+def check(
+    draft: Path, *, target: Path | None = None, reference: Path | None = None, engine: Engine = SGLANG
+) -> CheckResult:
     """Check a draft checkpoint, in speculators or SGLang format, against what the engine loads and computes.
 
     Args:
@@ -73,11 +76,12 @@ def check(draft: Path, *, target: Path | None = None, reference: Path | None = N
             compared.
         reference: another checkpoint of the draft. In speculators format it also tells how the draft was
             trained.
+        engine: what is to serve it.
 
     Raises:
         CheckpointError: a folder cannot be read, or holds no draft of a kind known here.
     """
-    subject = open_subject(draft, target, reference)
+    subject = open_subject(draft, target, reference, engine)
     if not subject.has_sizes and subject.kind is None:
         findings = [check_format(subject), check_config(subject), check_target(subject)]
         without = skipped("everything else", "", "the shapes of a draft follow from the sizes above: set those first")

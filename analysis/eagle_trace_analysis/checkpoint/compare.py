@@ -9,15 +9,15 @@ from numpy.typing import NDArray
 
 from eagle_trace_analysis.checkpoint.files import DTYPES, PIECE_BYTES, Checkpoint, StoredTensor, as_float32
 from eagle_trace_analysis.checkpoint.finding import Finding, TensorChange, passed, warned
-from eagle_trace_analysis.engines.sglang import engine
+from eagle_trace_analysis.engines import SGLANG
 
 NAME = "reference"
 
 
 def compare(new: Checkpoint, old: Checkpoint) -> list[TensorChange]:
     """All differences of `new` from `old`, by speculators' names; ``renamed`` is a change of name only."""
-    ours = {engine.canonical_name(t.name): t for t in new.tensors.values()}
-    theirs = {engine.canonical_name(t.name): t for t in old.tensors.values()}
+    ours = {SGLANG.canonical_name(t.name): t for t in new.tensors.values()}
+    theirs = {SGLANG.canonical_name(t.name): t for t in old.tensors.values()}
     changes = [TensorChange(n, "gone", f"{_words(theirs[n])} is not in the draft") for n in theirs if n not in ours]
     for name, tensor in ours.items():
         other = theirs.get(name)

@@ -9,7 +9,6 @@ from eagle_trace_analysis.checkpoint.files import as_float32
 from eagle_trace_analysis.checkpoint.finding import Finding, failed, passed, skipped, warned
 from eagle_trace_analysis.checkpoint.subject import Subject
 from eagle_trace_analysis.engines.refusal import Refusal, shown
-from eagle_trace_analysis.engines.sglang import accepts, engine
 
 
 def check_format(subject: Subject) -> Finding:
@@ -19,7 +18,7 @@ def check_format(subject: Subject) -> Finding:
             "format",
             "",
             "speculators format; everything below is about the folder `eagle-trace export` makes of it for "
-            f"{engine.ENGINE}",
+            f"{subject.engine.ENGINE}",
         )
     architectures = subject.checkpoint.config.get("architectures")
     name = str(architectures[0]) if isinstance(architectures, list) and architectures else None
@@ -33,8 +32,8 @@ def check_format(subject: Subject) -> Finding:
                 "format",
                 "",
                 f"architectures is {architectures}, and the tensors are those of {kind.name}: {kind.marks}. Serve with "
-                f"--speculative-algorithm EAGLE3; this command knows {engine.ARCHITECTURE} only, so nothing else was "
-                "checked",
+                f"--speculative-algorithm EAGLE3; this command knows {subject.engine.ARCHITECTURE} only, so nothing "
+                "else was checked",
             )
         return failed(
             "format",
@@ -43,35 +42,34 @@ def check_format(subject: Subject) -> Finding:
             "drafts, and were not made",
             kind.served,
         )
-    if name in engine.VLLM_NAMES:
+    other = next((other for other, names in subject.engine.OTHER_NAMES.items() if name in names), None)
+    if other is not None:
         return failed(
             "format",
             "",
-            f"architectures is {architectures}, vLLM's name for a draft with the same layer, which {engine.ENGINE} "
-            "does not know; the rest is checked as if it were its own",
-            f'set architectures to ["{engine.ARCHITECTURE}"]{_ids_for_vllm(subject)}',
+            f"architectures is {architectures}, {other}'s name for a draft with the same layer, which "
+            f"{subject.engine.ENGINE} does not know; the rest is checked as if it were its own",
+            f'set architectures to ["{subject.engine.ARCHITECTURE}"]{_ids_for(other, subject)}',
         )
-    if name != engine.ARCHITECTURE:
+    if name != subject.engine.ARCHITECTURE:
         return failed(
             "format",
             "",
             f"architectures is {architectures}, by which the engine would not load it as an EAGLE-3 draft; the tensors "
             "are those of one",
-            f'set architectures to ["{engine.ARCHITECTURE}"]',
+            f'set architectures to ["{subject.engine.ARCHITECTURE}"]',
         )
-    return passed("format", "", f"SGLang format ({engine.ARCHITECTURE})")
+    return passed("format", "", f"{subject.engine.TITLE} format ({subject.engine.ARCHITECTURE})")
 
 
-def _ids_for_vllm(subject: Subject) -> str:
-    """What becomes of layer ids that were written for vLLM, which counts inputs as speculators does."""
+def _ids_for(other: str, subject: Subject) -> str:
+    """What becomes of layer ids that were written for another engine, which counts inputs as trainers do."""
     config = subject.served
-    ids = engine.eagle_config(config).get("eagle_aux_hidden_state_layer_ids") or config.get(
-        "eagle_aux_hidden_state_layer_ids"
-    )
+    ids = subject.engine.layer_ids(config) or config.get("eagle_aux_hidden_state_layer_ids")
     if not isinstance(ids, list) or not all(type(i) is int for i in ids):
         return ""
     return (
-        f"; if its layer ids {ids} are vLLM's too, which are inputs of layers, write {[i - 1 for i in ids]} into "
+        f"; if its layer ids {ids} are {other}'s too, which are inputs of layers, write {[i - 1 for i in ids]} into "
         "eagle_config.eagle_aux_hidden_state_layer_ids"
     )
 
@@ -91,10 +89,10 @@ def check_config(subject: Subject) -> Finding:
         return failed(
             name,
             cause,
-            f"{engine.ENGINE} stops at this config: {'; '.join(refusal.why for refusal in refused)}",
+            f"{subject.engine.ENGINE} stops at this config: {'; '.join(refusal.why for refusal in refused)}",
             "; ".join(dict.fromkeys(refusal.fix for refusal in refused)),
         )
-    entry = accepts.config_class(subject.served)
+    entry = subject.engine.config_class(subject.served)
     if entry is None:
         kind = subject.served.get("model_type")
         return skipped(
@@ -145,28 +143,24 @@ def check_decoder(subject: Subject) -> Finding:
     """
     name, cause = "decoder-layer", "weights-dropped"
     source = subject.trained_layer or subject.full
-    problems = []
     kind = source.get("model_type", "llama")
-    if subject.trained_layer is not None and kind != "llama":
-        problems.append(f"the decoder layer is {kind}, the engine computes llama layers")
-    if source["hidden_act"] != "silu" or subject.full["hidden_act"] != "silu":
-        problems.append(
-            f"the activation is {source['hidden_act']}, served as {subject.full['hidden_act']}: the engine "
-            "has silu only"
-        )
+    trained = [] if subject.training is None else subject.gaps
+    problems = [gap.why for gap in trained if gap.setting in ("decoder", "activation")]
+    if subject.full["hidden_act"] != "silu" and not any(gap.setting == "activation" for gap in trained):
+        problems.append(f"the activation is served as {subject.full['hidden_act']}: the engine has silu only")
     extra = [
         n
         for n in subject.tensors
         # a bias of fc is judged with fc
         if n.endswith((".q_norm.weight", ".k_norm.weight", ".bias"))
         and n != "fc.bias"
-        and n not in engine.parameters(subject.served)
+        and n not in subject.engine.parameters(subject.served)
         and not _is_zero_bias(subject, n)
     ]
     if extra:
         problems.append(f"the engine drops {', '.join(extra[:4])}")
-    elif subject.trained_layer is not None and (source["attention_bias"] or source["mlp_bias"]):
-        problems.append("the config asks for biases, of which the engine has none in q, k, v and the MLP")
+    else:
+        problems += [gap.why for gap in trained if gap.setting == "bias"]
     if problems:
         return failed(name, cause, "; ".join(problems), "retrain with a llama layer (silu, no biases, no q/k norms)")
     others = _other_defaults(subject)
@@ -189,16 +183,16 @@ def _is_zero_bias(subject: Subject, name: str) -> bool:
 
 def _other_defaults(subject: Subject) -> str:
     """Defaults that the served `model_type` gives to absent keys and llama would not; shapes have their own checks."""
-    if subject.trained_layer is not None or accepts.config_class(subject.served) is None:
+    if subject.trained_layer is not None or subject.engine.config_class(subject.served) is None:
         return ""
-    as_llama = engine.with_defaults({**subject.served, "model_type": "llama"})
+    as_llama = subject.engine.with_defaults({**subject.served, "model_type": "llama"})
     found = [
         f"{key} {subject.full.get(key)} (llama {as_llama.get(key)})"
         for key in ("rms_norm_eps", "max_position_embeddings", "tie_word_embeddings", "attention_bias")
         if subject.served.get(key) is None and subject.full.get(key) != as_llama.get(key)
     ]
     ours, llama = (
-        engine.rope_settings(config) for config in (subject.served, {**subject.served, "model_type": "llama"})
+        subject.engine.rope_settings(config) for config in (subject.served, {**subject.served, "model_type": "llama"})
     )
     found += [
         f"{key} {ours.get(key)} (llama {llama.get(key)})"

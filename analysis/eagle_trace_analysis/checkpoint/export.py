@@ -25,57 +25,29 @@ from eagle_trace.checkpoints import read_config, text_config
 from eagle_trace.errors import CheckpointError, OutputExistsError
 from eagle_trace_analysis.checkpoint.files import INDEX, Checkpoint, StoredTensor, open_checkpoint, stored_dtype
 from eagle_trace_analysis.checkpoint.kinds import refuse_other_types
+from eagle_trace_analysis.engines import SGLANG, Engine
 from eagle_trace_analysis.engines.refusal import shown
-from eagle_trace_analysis.engines.sglang.accepts import config_class, fits, refusals
-from eagle_trace_analysis.engines.sglang.engine import (
-    ARCHITECTURE,
-    canonical_name,
-    copied_from_serving,
-    default_inputs,
-    entering_norm,
-    ids_that_capture,
-)
+from eagle_trace_analysis.trainers import Trainer, speculators, trainer_of
+from eagle_trace_analysis.trainers.speculators import DECODER
 
 #: where `export` puts the tensors that SGLang wants under a second name
 SECOND_NAMES = "hidden-norms.safetensors"
-#: where ModelOpt says how a draft is quantised
-QUANTISATION_FILE = "hf_quant_config.json"
 
 
-def read_speculators_config(draft: Path) -> dict[str, Any]:
-    """The config of an EAGLE-3 checkpoint in speculators format.
+def read_trained_config(draft: Path) -> tuple[dict[str, Any], Trainer]:
+    """The config of an EAGLE-3 checkpoint in a trainer's format, and the trainer.
 
     Raises:
-        CheckpointError: no such folder, no config, or another kind of checkpoint.
+        CheckpointError: there is no such folder, no config, or it is another kind of checkpoint.
     """
     config = read_config(draft)
-    if "transformer_layer_config" not in config:
-        raise CheckpointError(f"{draft} is not in speculators format: its config has no transformer_layer_config")
+    trainer = trainer_of(config)
+    if trainer is None or DECODER not in config:
+        raise CheckpointError(f"{draft} is not in speculators format: its config has no {DECODER}")
     refuse_other_types(draft, config.get("speculators_model_type"))
-    if not isinstance(config["transformer_layer_config"], Mapping):
-        raise CheckpointError(f"the transformer_layer_config of {draft} is not an object")
-    return dict(config)
-
-
-def what_sglang_cannot_compute(config: Mapping[str, Any]) -> list[str]:
-    """One sentence for each trained setting that SGLang 0.5.23's draft class has no form of."""
-    layer = config["transformer_layer_config"]
-    reasons = []
-    if config.get("norm_before_residual"):
-        reasons.append(
-            "norm_before_residual is true: SGLang's residual starts from the hidden state before hidden_norm"
-        )
-    if config.get("embed_requires_grad"):
-        reasons.append("the draft trained its own embedding: SGLang replaces it with the target's")
-    kind = layer.get("model_type", "qwen3")  # what speculators takes where the config names none
-    if kind != "llama":
-        norms = " and has no q_norm and k_norm" if kind == "qwen3" else ""
-        reasons.append(f"the decoder layer is {kind}: SGLang's draft class computes llama layers{norms}")
-    if layer.get("attention_bias") or layer.get("mlp_bias"):
-        reasons.append("the decoder layer has biases: SGLang's draft class loads none")
-    if layer.get("hidden_act", "silu") != "silu":
-        reasons.append(f"the activation is {layer.get('hidden_act')}: SGLang's draft class has silu only")
-    return reasons
+    if not isinstance(config[DECODER], Mapping):
+        raise CheckpointError(f"the {DECODER} of {draft} is not an object")
+    return dict(config), trainer
 
 
 def _layers(target_config: Mapping[str, Any], target: Path) -> int:
@@ -85,7 +57,7 @@ def _layers(target_config: Mapping[str, Any], target: Path) -> int:
     return layers
 
 
-def aux_layer_ids(config: Mapping[str, Any], target: Path | None) -> list[int]:
+def trained_layer_ids(config: Mapping[str, Any], target: Path | None) -> list[int]:
     """Layer ids of the target features in speculators' convention (the default [2, L//2, L-3] needs the target's L).
 
     Raises:
@@ -101,78 +73,59 @@ def aux_layer_ids(config: Mapping[str, Any], target: Path | None) -> list[int]:
     if target is None:
         raise CheckpointError("the draft's config names no layer ids: give --target, whose layers the default counts")
     target_config = read_config(target)
-    return default_inputs(_layers(target_config, target))
+    return speculators.default_layers(_layers(target_config, target))
 
 
-def sglang_config(
-    config: Mapping[str, Any], layer_ids: list[int], dtype: str, target: Mapping[str, Any] | None = None
+def config_for(
+    engine: Engine, config: Mapping[str, Any], layer_ids: list[int], dtype: str, target: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """SGLang's flat config for a draft trained with the speculators `config`.
+    """The engine's flat config for a draft trained with the speculators `config`.
 
     Args:
-        layer_ids: ids in speculators' convention.
+        engine: what is to serve it.
+        layer_ids: ids in the trainer's convention, the inputs of layers.
         dtype: what the weights are stored in.
         target: the target's config; some target classes read layer ids in a way of their own.
 
     Raises:
-        CheckpointError: SGLang has no ids that capture these layers.
+        CheckpointError: the engine has no ids that capture these layers.
     """
     target = target or {}
     architecture = next(iter(target.get("architectures") or []), None)
     layers = text_config(target).get("num_hidden_layers")
-    ids = ids_that_capture(layer_ids, layers, architecture)
+    ids = engine.ids_that_capture(layer_ids, layers, architecture)
     if ids is None:
         raise CheckpointError(
-            f"layer ids {layer_ids} cannot be said to SGLang: it counts layer outputs from 0 (the embedding output has "
-            f"no id) and feeds them in the order they run, and {architecture or 'the target class'} has no list for "
-            "these; train with other layers"
+            f"layer ids {layer_ids} cannot be said to {engine.TITLE}: it counts layer outputs from 0 (the embedding "
+            f"output has no id) and feeds them in the order they run, and {architecture or 'the target class'} has no "
+            "list for these; train with other layers"
         )
-    flat = {key: value for key, value in config["transformer_layer_config"].items() if not key.startswith("_")}
-    # a share of each head is rotated by SGLang's llama layer only: the layer that was trained rotates whole heads
-    flat.pop("partial_rotary_factor", None)
-    types = (config_class({"model_type": "llama"}) or {"types": {}})["types"]
-    # a null where the class takes none stands for a key that is not there
-    flat = {key: value for key, value in flat.items() if value is not None or fits(None, types.get(key, "None"))}
-    flat |= {
-        "architectures": [ARCHITECTURE],
-        "model_type": "llama",
-        "draft_vocab_size": config.get("draft_vocab_size", 32000),  # speculators' own default
-        "tie_word_embeddings": False,
-        "dtype": dtype,
-        "eagle_config": {
-            "use_aux_hidden_state": True,
-            "eagle_aux_hidden_state_layer_ids": ids,
-            "norm_before_fc": bool(config.get("norm_before_fc", False)),
-        },
-        "fc_norm": bool(config.get("fc_norm", False)),
-        "norm_output": bool(config.get("norm_output", False)),
-    }
-    # a quantised draft says so at the top of the config, where SGLang looks too
-    flat |= {key: config[key] for key in ("quantization_config", "compression_config") if config.get(key)}
-    return flat
+    flat = engine.flat_config(speculators.training_of(config), ids, dtype)
+    # a quantised draft says so at the top of the config, where the engine looks too
+    return flat | {key: config[key] for key in ("quantization_config", "compression_config") if config.get(key)}
 
 
-def doubtful_ids(ids: list[int], target: Mapping[str, Any] | None) -> list[str]:
+def doubtful_ids(engine: Engine, ids: list[int], target: Mapping[str, Any] | None) -> list[str]:
     """A sentence if the layer ids of a speculators config look copied from a serving config as they are."""
     target = target or {}
     layers = text_config(target).get("num_hidden_layers")
-    fitting = copied_from_serving(ids, layers, next(iter(target.get("architectures") or []), None))
+    fitting = engine.copied_from_serving(ids, layers, next(iter(target.get("architectures") or []), None))
     if fitting is None:
         return []
     return [
-        f"the layer ids {ids} look copied from a serving config: SGLang's {ids} are the inputs of layers "
-        f"{default_inputs(fitting)}, the default for {fitting} layers. If the draft was trained on those, set "
-        f"eagle_aux_hidden_state_layer_ids to {default_inputs(fitting)} and export again"
+        f"the layer ids {ids} look copied from a serving config: {engine.TITLE}'s {ids} are the inputs of layers "
+        f"{engine.default_inputs(fitting)}, the default for {fitting} layers. If the draft was trained on those, set "
+        f"eagle_aux_hidden_state_layer_ids to {engine.default_inputs(fitting)} and export again"
     ]
 
 
-def second_names(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """Stored tensors under the further names by which SGLang's class looks for them (see `engine.entering_norm`)."""
-    found = {name: entering_norm(canonical_name(name)) for name in tensors}
+def second_names(tensors: Mapping[str, StoredTensor], engine: Engine) -> dict[str, StoredTensor]:
+    """Stored tensors under the further names by which the engine looks for them (see `Engine.entering_norm`)."""
+    found = {name: engine.entering_norm(engine.canonical_name(name)) for name in tensors}
     return {new: replace(tensors[old], name=new) for old, new in found.items() if new and new not in tensors}
 
 
-def _write_weights(checkpoint: Checkpoint, out: Path) -> None:
+def _write_weights(checkpoint: Checkpoint, out: Path, engine: Engine) -> None:
     """The files SGLang would load, as they are; torch's own as one safetensors file, beside which more can be laid."""
     if any(file.suffix != ".safetensors" for file in checkpoint.files):
         arrays = {name: np.ascontiguousarray(tensor.read()) for name, tensor in checkpoint.tensors.items()}
@@ -183,13 +136,13 @@ def _write_weights(checkpoint: Checkpoint, out: Path) -> None:
         index = checkpoint.folder / INDEX
         if index.is_file():
             shutil.copyfile(index, out / INDEX)
-    modelopt = checkpoint.folder / QUANTISATION_FILE
-    if modelopt.is_file():
-        shutil.copyfile(modelopt, out / QUANTISATION_FILE)
+    for name in engine.SIDE_FILES:
+        if (checkpoint.folder / name).is_file():
+            shutil.copyfile(checkpoint.folder / name, out / name)
 
 
-def _write_second_names(tensors: Mapping[str, StoredTensor], out: Path) -> None:
-    extra = second_names(tensors)
+def _write_second_names(tensors: Mapping[str, StoredTensor], out: Path, engine: Engine) -> None:
+    extra = second_names(tensors, engine)
     if not extra:
         return
     save_file({name: tensor.read() for name, tensor in extra.items()}, out / SECOND_NAMES)
@@ -200,8 +153,10 @@ def _write_second_names(tensors: Mapping[str, StoredTensor], out: Path) -> None:
         path.write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-def export(draft: Path, out: Path, *, target: Path | None = None, force: bool = False) -> list[str]:
-    """Write SGLang's form of the speculators checkpoint `draft` into the folder `out`.
+def export(
+    draft: Path, out: Path, *, target: Path | None = None, force: bool = False, engine: Engine = SGLANG
+) -> list[str]:
+    """Write the engine's form of the speculators checkpoint `draft` into the folder `out`.
 
     Weights are copied as they are (a `.bin` becomes a safetensors file): SGLang reads speculators' tensor names and d2t
     offsets, but for the norms of `second_names`, which a further file holds. Returns what to be warned of: layer ids
@@ -211,11 +166,11 @@ def export(draft: Path, out: Path, *, target: Path | None = None, force: bool = 
         CheckpointError: `draft` is no EAGLE-3 speculators checkpoint, or SGLang cannot compute it and `force` is off.
         OutputExistsError: `out` holds something.
     """
-    config = read_speculators_config(draft)
-    reasons = what_sglang_cannot_compute(config)
+    config, trainer = read_trained_config(draft)
+    reasons = [gap.why for gap in engine.gaps(trainer.training_of(config))]
     if reasons and not force:
         raise CheckpointError(
-            f"SGLang 0.5.23 cannot compute the draft {draft} as it was trained: {'; '.join(reasons)}. "
+            f"{engine.ENGINE} cannot compute the draft {draft} as it was trained: {'; '.join(reasons)}. "
             "Retrain without it, or pass --force to export it all the same"
         )
     checkpoint = open_checkpoint(draft)
@@ -224,20 +179,20 @@ def export(draft: Path, out: Path, *, target: Path | None = None, force: bool = 
     dtype = stored_dtype(tensors)
     if dtype is None:
         raise CheckpointError(f"{draft} holds no floating-point tensor")
-    ids = aux_layer_ids(config, target)
-    flat = sglang_config(config, ids, dtype, target_config)
-    refused = refusals(flat)
+    ids = trained_layer_ids(config, target)
+    flat = config_for(engine, config, ids, dtype, target_config)
+    refused = engine.refusals(flat)
     if refused:
         raise CheckpointError(
-            f"SGLang would stop at the config of {draft}: {'; '.join(refusal.why for refusal in refused)}"
+            f"{engine.TITLE} would stop at the config of {draft}: {'; '.join(refusal.why for refusal in refused)}"
         )
     if config.get("eagle_aux_hidden_state_layer_ids"):
-        reasons += doubtful_ids(ids, target_config)
+        reasons += doubtful_ids(engine, ids, target_config)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise OutputExistsError(f"{out} exists: choose another folder")
     out.mkdir(parents=True, exist_ok=True)
-    _write_weights(checkpoint, out)
-    _write_second_names(tensors, out)
+    _write_weights(checkpoint, out, engine)
+    _write_second_names(tensors, out, engine)
     # the config comes last: a folder without it is not taken for a checkpoint
     (out / "config.json").write_text(json.dumps(flat, indent=2) + "\n", encoding="utf-8")
     return reasons

@@ -5,7 +5,6 @@ from __future__ import annotations
 from eagle_trace_analysis.checkpoint.finding import Finding, failed, passed, skipped, warned
 from eagle_trace_analysis.checkpoint.subject import Subject
 from eagle_trace_analysis.checkpoint.width import feeds_one
-from eagle_trace_analysis.engines.sglang import engine
 
 SINGLE = "single-layer-features"
 SHIFTED, DEFAULTED = "layer-ids-shifted", "layer-ids-default"
@@ -16,7 +15,7 @@ def check_layer_ids(subject: Subject) -> Finding:
     name = "layer-ids"
     if subject.is_speculators:
         return _of_speculators(subject)
-    if not engine.uses_aux_hidden_state(subject.served):
+    if not subject.engine.uses_aux_hidden_state(subject.served):
         return skipped(
             name,
             SHIFTED,
@@ -27,8 +26,8 @@ def check_layer_ids(subject: Subject) -> Finding:
     fault = _cannot_capture(subject)
     if fault is not None:
         return fault
-    given = engine.eagle_config(subject.served).get("eagle_aux_hidden_state_layer_ids")
-    inputs = engine.captured_inputs(subject.served, subject.target_layers, subject.target_architecture)
+    given = subject.engine.layer_ids(subject.served)
+    inputs = subject.engine.captured_inputs(subject.served, subject.target_layers, subject.target_architecture)
     if subject.trained_ids is not None:
         return _against_training(subject, given, inputs)
     if given is None:
@@ -42,8 +41,8 @@ def check_layer_ids(subject: Subject) -> Finding:
             "name the trained ids less one in eagle_config.eagle_aux_hidden_state_layer_ids, or pass "
             "--reference to compare",
         )
-    if subject.target is None and engine.copied_from_training(given) is not None:
-        layers = engine.copied_from_training(given)
+    if subject.target is None and subject.engine.copied_from_training(given) is not None:
+        layers = subject.engine.copied_from_training(given)
         return warned(
             name,
             SHIFTED,
@@ -58,9 +57,9 @@ def check_layer_ids(subject: Subject) -> Finding:
             SHIFTED,
             f"ids {given}: whether they are the trained ones needs --reference, whether they look copied --target",
         )
-    default = engine.default_inputs(subject.target.layers)
+    default = subject.engine.default_inputs(subject.target.layers)
     if inputs == [i + 1 for i in default]:
-        right = engine.ids_that_capture(default, subject.target.layers, subject.target_architecture)
+        right = subject.engine.ids_that_capture(default, subject.target.layers, subject.target_architecture)
         fix = f"if the draft was trained on speculators' default {default}, write {right}"
         return warned(
             name,
@@ -84,8 +83,8 @@ def check_layer_ids(subject: Subject) -> Finding:
 
 
 def _cannot_capture(subject: Subject) -> Finding | None:
-    given = engine.eagle_config(subject.served).get("eagle_aux_hidden_state_layer_ids")
-    inputs = engine.captured_inputs(subject.served, subject.target_layers, subject.target_architecture)
+    given = subject.engine.layer_ids(subject.served)
+    inputs = subject.engine.captured_inputs(subject.served, subject.target_layers, subject.target_architecture)
     if given is None or inputs is None:
         return None
     if not inputs:
@@ -96,9 +95,7 @@ def _cannot_capture(subject: Subject) -> Finding | None:
             "name the trained layers, or remove the key if they are the engine's guess (inputs of layers 2, L/2, L-3)",
         )
     layers = subject.target_layers
-    last = (
-        None if layers is None else layers if subject.target_architecture in engine.FINAL_STATE_TARGETS else layers - 1
-    )
+    last = None if layers is None else subject.engine.last_input(layers, subject.target_architecture)
     if min(inputs) < 0 or (last is not None and max(inputs) > last) or len(set(inputs)) < len(inputs):
         return failed(
             "layer-ids",
@@ -123,11 +120,11 @@ def _of_speculators(subject: Subject) -> Finding:
         return failed(
             name,
             SHIFTED,
-            f"ids {ids} name the embedding's output (0), which {engine.ENGINE} has no id for",
+            f"ids {ids} name the embedding's output (0), which {subject.engine.ENGINE} has no id for",
             "retrain with ids from 1 on",
         )
-    inputs = engine.captured_inputs(subject.served, subject.target_layers, subject.target_architecture)
-    exported = engine.eagle_config(subject.served).get("eagle_aux_hidden_state_layer_ids")
+    inputs = subject.engine.captured_inputs(subject.served, subject.target_layers, subject.target_architecture)
+    exported = subject.engine.layer_ids(subject.served)
     if inputs != ids:
         return failed(
             name,
@@ -156,26 +153,26 @@ def _of_speculators(subject: Subject) -> Finding:
 
 def _doubtful_training(subject: Subject, ids: list[int]) -> str:
     """Why the ids of the speculators config may not be those of the training; empty if nothing speaks for it."""
-    layers = engine.copied_from_serving(ids, subject.target_layers, subject.target_architecture)
+    layers = subject.engine.copied_from_serving(ids, subject.target_layers, subject.target_architecture)
     if layers is None:
         return ""
     return (
         f"the speculators config names the layers {ids}, which look copied from a serving config as they are: SGLang's "
-        f"ids {ids} are the inputs of layers {engine.default_inputs(layers)}, the default for {layers} layers"
+        f"ids {ids} are the inputs of layers {subject.engine.default_inputs(layers)}, the default for {layers} layers"
     )
 
 
 def _doubtful_fix(subject: Subject, ids: list[int]) -> str:
-    layers = engine.copied_from_serving(ids, subject.target_layers, subject.target_architecture) or 0
+    layers = subject.engine.copied_from_serving(ids, subject.target_layers, subject.target_architecture) or 0
     return (
         f"if the draft was trained on the default, set eagle_aux_hidden_state_layer_ids of the speculators config to "
-        f"{engine.default_inputs(layers)}; if it was trained on the inputs of layers {ids}, nothing"
+        f"{subject.engine.default_inputs(layers)}; if it was trained on the inputs of layers {ids}, nothing"
     )
 
 
 def _against_training(subject: Subject, given: list[int] | None, inputs: list[int] | None) -> Finding:
     name, trained = "layer-ids", subject.trained_ids or []
-    right = engine.ids_that_capture(trained, subject.target_layers, subject.target_architecture)
+    right = subject.engine.ids_that_capture(trained, subject.target_layers, subject.target_architecture)
     fix = (
         f"set eagle_config.eagle_aux_hidden_state_layer_ids to {right}"
         if right
@@ -217,10 +214,10 @@ def _against_doubtful(subject: Subject, given: list[int] | None, inputs: list[in
     fed = f"; this draft's ids {given} make the engine feed the inputs of layers {inputs}" if given else ""
     if given == trained:
         fed += ", which is right if the reference's were copied from here"
-    layers = engine.copied_from_serving(trained, subject.target_layers, subject.target_architecture) or 0
-    default = engine.default_inputs(layers)
+    layers = subject.engine.copied_from_serving(trained, subject.target_layers, subject.target_architecture) or 0
+    default = subject.engine.default_inputs(layers)
     right = [
-        engine.ids_that_capture(inputs, subject.target_layers, subject.target_architecture)
+        subject.engine.ids_that_capture(inputs, subject.target_layers, subject.target_architecture)
         for inputs in (default, trained)
     ]
     return warned(

@@ -8,7 +8,6 @@ from eagle_trace_analysis.checkpoint.finding import Finding, failed, listed, pas
 from eagle_trace_analysis.checkpoint.quantised import PACKED, is_packed, spoken_for
 from eagle_trace_analysis.checkpoint.subject import Subject
 from eagle_trace_analysis.checkpoint.width import feeds_one
-from eagle_trace_analysis.engines.sglang import engine
 
 #: names another check speaks about, so that one fault is one finding
 ELSEWHERE = ("fc_norm.", "input_norm.", "q_norm", "k_norm", ".bias")
@@ -16,20 +15,20 @@ ELSEWHERE = ("fc_norm.", "input_norm.", "q_norm", "k_norm", ".bias")
 
 def check_names(subject: Subject) -> Finding:
     """Stored keys the serving class would drop without a word."""
-    known = engine.parameters(subject.served)
+    known = subject.engine.parameters(subject.served)
     tied = "lm_head.weight" not in known
     dropped = [
         name
         for name in subject.checkpoint.tensors
-        if not engine.destinations(name, known)
-        and not spoken_for(name)
-        and not any(part in engine.canonical_name(name) for part in ELSEWHERE)
-        and not (tied and engine.canonical_name(name) == "lm_head.weight")
+        if not subject.engine.destinations(name, known)
+        and not spoken_for(name, subject.engine)
+        and not any(part in subject.engine.canonical_name(name) for part in ELSEWHERE)
+        and not (tied and subject.engine.canonical_name(name) == "lm_head.weight")
     ]
-    idle = [name for name in dropped if engine.computes_nothing(name) or _counts(subject, name)]
+    idle = [name for name in dropped if subject.engine.computes_nothing(name) or _counts(subject, name)]
     adapter = [name for name in dropped if "lora_" in name]
     layers, counted = stored_layers(subject), int(subject.full["num_hidden_layers"])
-    beyond = [name for name in dropped if layers > counted and (engine.layer_of(name) or 0) >= counted]
+    beyond = [name for name in dropped if layers > counted and (subject.engine.layer_of(name) or 0) >= counted]
     rest = [name for name in dropped if name not in {*idle, *adapter, *beyond}]
     name, cause = "weight-names", "weights-dropped"
     if rest or beyond:
@@ -42,7 +41,9 @@ def check_names(subject: Subject) -> Finding:
             evidence.append(listed(rest))
             fixes.append(_suggest(subject, rest))
         why = "; ".join(evidence)
-        return failed(name, cause, f"{engine.ENGINE} drops {count} tensors without a word: {why}", "; ".join(fixes))
+        return failed(
+            name, cause, f"{subject.engine.ENGINE} drops {count} tensors without a word: {why}", "; ".join(fixes)
+        )
     if adapter:
         return warned(
             name,
@@ -53,7 +54,7 @@ def check_names(subject: Subject) -> Finding:
     return _doubtful_files(subject) or passed(
         name,
         cause,
-        f"all {len(subject.checkpoint.tensors)} tensors have a place in {engine.ARCHITECTURE}"
+        f"all {len(subject.checkpoint.tensors)} tensors have a place in {subject.engine.ARCHITECTURE}"
         + (f" but {listed(idle, 3)}, which nothing misses" if idle else "")
         + _left(subject),
     )
@@ -85,7 +86,7 @@ def _doubtful_files(subject: Subject) -> Finding | None:
         )
     doubled = len(subject.checkpoint.tensors) - len(subject.tensors)
     if doubled:
-        twice = [t for t in subject.checkpoint.tensors if subject.tensors[engine.canonical_name(t)].name != t]
+        twice = [t for t in subject.checkpoint.tensors if subject.tensors[subject.engine.canonical_name(t)].name != t]
         return warned(
             name,
             cause,
@@ -97,7 +98,7 @@ def _doubtful_files(subject: Subject) -> Finding | None:
 
 def stored_layers(subject: Subject) -> int:
     """How many decoder layers the file holds, from 0 on without a gap; 0 if there is a gap, or none."""
-    found = {layer for name in subject.tensors if (layer := engine.layer_of(name)) is not None}
+    found = {layer for name in subject.tensors if (layer := subject.engine.layer_of(name)) is not None}
     return len(found) if found == set(range(len(found))) else 0
 
 
@@ -116,15 +117,15 @@ def misnamed(subject: Subject) -> dict[str, str]:
 
     A name that ends as the parameter's comes before one that is merely alike.
     """
-    known = engine.parameters(subject.served)
+    known = subject.engine.parameters(subject.served)
     tensors = subject.checkpoint.tensors
-    places = {name: engine.destinations(name, known) for name in tensors}
+    places = {name: subject.engine.destinations(name, known) for name in tensors}
     still_open = dict.fromkeys(known)
     for filled in places.values():
         for place in filled:
             still_open.pop(place, None)
     found: dict[str, str] = {}
-    dropped = [name for name, filled in places.items() if not filled and not spoken_for(name)]
+    dropped = [name for name, filled in places.items() if not filled and not spoken_for(name, subject.engine)]
     for same_end in (True, False):
         for name in dropped:
             fit = [one for one in still_open if known[one] == tuple(tensors[name].shape)]
@@ -139,24 +140,26 @@ def _suggest(subject: Subject, dropped: list[str]) -> str:
     """What to do about dropped tensors."""
     hints = {name: place for name, place in misnamed(subject).items() if name in dropped}
     if not hints:
-        return f"{engine.ARCHITECTURE} has no counterpart of them: leave them out if they were not trained"
+        return f"{subject.engine.ARCHITECTURE} has no counterpart of them: leave them out if they were not trained"
     prefixes = {name.removesuffix(place) for name, place in hints.items()}
     if len(prefixes) == 1 and len(hints) == len(dropped):
         return f"take the prefix {prefixes.pop()!r} off their names"
     pairs = [f"{name} -> {place}" for name, place in hints.items()]
-    return f"rename them to what {engine.ARCHITECTURE} loads: {listed(pairs, 3)}"
+    return f"rename them to what {subject.engine.ARCHITECTURE} loads: {listed(pairs, 3)}"
 
 
 def check_missing(subject: Subject) -> Finding:
     """Parameters no stored tensor fills."""
     name, cause = "weights-present", "weights-missing"
-    known = engine.parameters(subject.served)
-    filled = {place for name in subject.checkpoint.tensors for place in engine.destinations(name, known)}
+    known = subject.engine.parameters(subject.served)
+    filled = {place for name in subject.checkpoint.tensors for place in subject.engine.destinations(name, known)}
     # a quantised matrix is stored under another ending, which a check of its own judges
     for ending in PACKED:
         names = [name for name in subject.checkpoint.tensors if name.endswith(f".{ending}")]
         filled |= {
-            place for name in names for place in engine.destinations(name.removesuffix(ending) + "weight", known)
+            place
+            for name in names
+            for place in subject.engine.destinations(name.removesuffix(ending) + "weight", known)
         }
     unset = [name for name in known if name not in filled]
     shared = "embed_tokens.weight" in unset and not keeps_own_embedding(subject)
@@ -164,11 +167,13 @@ def check_missing(subject: Subject) -> Finding:
         unset.remove("embed_tokens.weight")
     # norms before fc have a check of their own, and so has an fc that is left out
     unset = [name for name in unset if not name.startswith(("fc_norm.", "input_norm."))]
-    idle = [name for name in unset if name.startswith("fc.") and engine.skips_fc(subject.served)]
+    idle = [name for name in unset if name.startswith("fc.") and subject.engine.skips_fc(subject.served)]
     if feeds_one(subject):
         idle += [name for name in unset if name == "fc.weight" and name not in idle]
     norm = [
-        name for name in unset if name == "layers.0.hidden_norm.weight" and (idle or engine.skips_fc(subject.served))
+        name
+        for name in unset
+        if name == "layers.0.hidden_norm.weight" and (idle or subject.engine.skips_fc(subject.served))
     ]
     if "draft_vocab_size" in subject.served and subject.served["draft_vocab_size"] is None:
         # with a null the engine gives the draft the target's head
@@ -201,7 +206,8 @@ def check_missing(subject: Subject) -> Finding:
     return passed(
         name,
         cause,
-        f"all {len(known)} parameters of {engine.ARCHITECTURE} are there" + (f" ({', '.join(notes)})" if notes else ""),
+        f"all {len(known)} parameters of {subject.engine.ARCHITECTURE} are there"
+        + (f" ({', '.join(notes)})" if notes else ""),
     )
 
 
@@ -226,7 +232,7 @@ def _unasked_bias(unset: list[str]) -> str:
 def _left_over(subject: Subject, unset: list[str]) -> Finding | None:
     """A count of layers above what the file holds: mostly the target's, left in the draft's config."""
     layers, counted = stored_layers(subject), int(subject.full["num_hidden_layers"])
-    if not 0 < layers < counted or any((engine.layer_of(name) or 0) < layers for name in unset):
+    if not 0 < layers < counted or any((subject.engine.layer_of(name) or 0) < layers for name in unset):
         return None
     theirs = " (the target's count)" if subject.target_layers == counted else ""
     return failed(
@@ -246,7 +252,7 @@ def keeps_own_embedding(subject: Subject) -> bool:
 
 def check_shapes(subject: Subject) -> Finding:
     """Stored shapes against those the config builds; fc, head and embedding have checks of their own."""
-    known = engine.parameters(subject.served)
+    known = subject.engine.parameters(subject.served)
     wrong = [
         f"{name} is {list(stored.shape)}, the config builds {list(known[name])}"
         for name, stored in subject.tensors.items()

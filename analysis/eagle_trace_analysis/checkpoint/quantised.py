@@ -6,9 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from eagle_trace_analysis.checkpoint.files import StoredTensor
 from eagle_trace_analysis.checkpoint.finding import Finding, failed, listed, passed, skipped
-from eagle_trace_analysis.checkpoint.schemes import PLACES, Scheme, parts_of, read_quantisation, refused, scheme_of
 from eagle_trace_analysis.checkpoint.subject import Subject
-from eagle_trace_analysis.engines.sglang import engine
+from eagle_trace_analysis.engines import SGLANG, Engine, Scheme
 
 #: endings of what stands in for a matrix, and of what goes with it
 PACKED = ("weight_packed", "qweight")
@@ -21,16 +20,16 @@ BESIDE = (
 CACHE = ("k_scale", "v_scale", "k_proj.output_scale", "v_proj.output_scale")
 
 
-def module_of(name: str) -> tuple[str, str] | None:
+def module_of(name: str, engine: Engine = SGLANG) -> tuple[str, str] | None:
     """Module and ending of a tensor that belongs to a quantised (or quantisable) matrix, by speculators' names."""
     module, _, ending = engine.canonical_name(name).rpartition(".")
     return (module, ending) if module and ending in (*MATRICES, *BESIDE) else None
 
 
-def spoken_for(name: str) -> bool:
+def spoken_for(name: str, engine: Engine = SGLANG) -> bool:
     """Whether `check_quantisation` judges a stored tensor, so that the checks on names leave it alone."""
     canonical = engine.canonical_name(name)
-    found = module_of(name)
+    found = module_of(name, engine)
     beside = found is not None and found[1] != "weight"
     return beside or canonical.endswith(CACHE) or ".weight." in canonical
 
@@ -40,18 +39,18 @@ def is_packed(tensor: StoredTensor) -> bool:
     return tensor.name.rsplit(".", 1)[-1] in MATRICES and not tensor.is_float
 
 
-def modules(names: Iterable[str]) -> dict[str, set[str]]:
+def modules(names: Iterable[str], engine: Engine = SGLANG) -> dict[str, set[str]]:
     """Endings stored of each module."""
     found: dict[str, set[str]] = {}
     for name in names:
-        split = module_of(name)
+        split = module_of(name, engine)
         if split is not None and not engine.canonical_name(name).endswith(CACHE):
-            for module in _unfused(split[0]):
+            for module in _unfused(split[0], engine):
                 found.setdefault(module, set()).add(split[1])
     return found
 
 
-def _unfused(module: str) -> Sequence[str]:
+def _unfused(module: str, engine: Engine) -> Sequence[str]:
     for fused, parts in engine.STACKED.items():
         if module.endswith(f".{fused}"):
             return [f"{module.removesuffix(fused)}{part}" for part in parts]
@@ -61,8 +60,8 @@ def _unfused(module: str) -> Sequence[str]:
 def check_quantisation(subject: Subject) -> Finding:
     """Quantised tensors against the places the engine makes for them."""
     name, cause = "quantisation", "weights-dropped"
-    said = read_quantisation(subject.checkpoint.folder, subject.served)
-    stored = modules(subject.checkpoint.tensors)
+    said = subject.engine.read_quantisation(subject.checkpoint.folder, subject.served)
+    stored = modules(subject.checkpoint.tensors, subject.engine)
     packed = sorted({module for module, endings in stored.items() if _is_quantised(subject, module, endings)})
     if said is None:
         if not packed:
@@ -74,10 +73,10 @@ def check_quantisation(subject: Subject) -> Finding:
             "finds and drops the scales",
             "add the quantization_config (or ModelOpt's hf_quant_config.json) that the quantising tool wrote",
         )
-    why = refused(said)
+    why = subject.engine.quantisation_refused(said)
     if why is not None:
         return failed(name, cause, *why)
-    scheme = scheme_of(said)
+    scheme = subject.engine.scheme_of(said)
     if isinstance(scheme, str):
         return skipped(name, cause, f"not checked: the draft is quantised, and {scheme}")
     return _judge(subject, scheme, stored, packed)
@@ -93,14 +92,16 @@ def _is_quantised(subject: Subject, module: str, endings: set[str]) -> bool:
 
 def _judge(subject: Subject, scheme: Scheme, stored: Mapping[str, set[str]], packed: Sequence[str]) -> Finding:
     name, cause = "quantisation", "weights-dropped"
-    known = [one.removesuffix(".weight") for one in engine.parameters(subject.served) if one.endswith(".weight")]
+    known = [
+        one.removesuffix(".weight") for one in subject.engine.parameters(subject.served) if one.endswith(".weight")
+    ]
     torn = scheme.torn()
     if torn:
         return failed(
             name,
             cause,
             f"the quantization_config excepts some parts of {listed(torn)} and not all, at which the engine stops",
-            f"except all of {listed([part.rpartition('.')[2] for part in parts_of(torn[0])])}, or none",
+            f"except all of {listed([part.rpartition('.')[2] for part in scheme.parts_of(torn[0])])}, or none",
         )
     covered = [module for module in known if scheme.covers(module)]
     uneven = _uneven(subject, scheme, covered)
@@ -117,7 +118,7 @@ def _judge(subject: Subject, scheme: Scheme, stored: Mapping[str, set[str]], pac
             name,
             "weights-missing",
             f"stored unquantised: {listed(plain, 3)}; and the engine takes them for quantised ({scheme.method})"
-            + (f": its class calls them {PLACES.get(plain[0].split('.', 2)[-1], plain[0])!r} and the like, by which "
+            + (f": its class calls them {scheme.name_of(plain[0])!r} and the like, by which "
                f"{list(scheme.ignored[:3])} does not except them" if scheme.ignored else ""),
             "quantise them too, or except them in the quantization_config by the class's own names",
         )  # fmt: skip
@@ -154,7 +155,7 @@ def _judge(subject: Subject, scheme: Scheme, stored: Mapping[str, set[str]], pac
 
 def _uneven(subject: Subject, scheme: Scheme, covered: Sequence[str]) -> list[str]:
     """Parts of fused matrices that do not end where a block does."""
-    shapes = engine.parameters(subject.served)
-    fused = [part for parts in engine.STACKED.values() for part in parts]
+    shapes = subject.engine.parameters(subject.served)
+    fused = [part for parts in subject.engine.STACKED.values() for part in parts]
     rows = {module: shapes[f"{module}.weight"][0] for module in covered if module.endswith(tuple(fused))}
     return [f"{module} has {count} rows" for module, count in rows.items() if count % scheme.block]

@@ -6,13 +6,14 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from eagle_trace_analysis.checkpoint.d2t import differ_by_padding
 from eagle_trace_analysis.checkpoint.files import DTYPE_NAMES, StoredTensor, stored_dtype
 from eagle_trace_analysis.checkpoint.finding import Finding, failed, passed, skipped, warned
 from eagle_trace_analysis.checkpoint.quantised import is_packed, spoken_for
 from eagle_trace_analysis.checkpoint.scan import Scan
 from eagle_trace_analysis.checkpoint.subject import Subject
 from eagle_trace_analysis.checkpoint.weights import same_rows
-from eagle_trace_analysis.engines.sglang import accepts, engine
+from eagle_trace_analysis.trainers.base import flat_training
 
 ASK = "the training config is not known: give --reference, the speculators folder it came from"
 LARGEST_FLOAT16 = 65504.0
@@ -21,26 +22,22 @@ LARGEST_FLOAT16 = 65504.0
 def check_residual_norm(subject: Subject) -> Finding:
     """`norm_before_residual`, which the engine has in one form only."""
     name, cause = "residual-norm", "residual-norm"
-    source = subject.trained if subject.trained is not None else subject.served
-    if "norm_before_residual" not in source and subject.trained is None:
+    gap = subject.gap("norm_before_residual")
+    if gap is not None:
+        return failed(name, cause, gap.why, gap.fix)
+    if subject.training is None and "norm_before_residual" not in subject.served:
         return skipped(name, cause, f"no tensor shows whether it was trained with norm_before_residual; {ASK}")
-    if source.get("norm_before_residual"):
-        return failed(
-            name,
-            cause,
-            f"trained with norm_before_residual (speculators' CLI default): {engine.ENGINE} starts the "
-            "residual from the hidden state before hidden_norm",
-            "retrain with --no-norm-before-residual, or serve with an engine that has this form (vLLM)",
-        )
-    return passed(name, cause, "trained without norm_before_residual, the form the engine computes")
+    trained = (subject.training or flat_training(subject.served)).norm_before_residual
+    how = "with" if trained else "without"
+    return passed(name, cause, f"trained {how} norm_before_residual, the form the engine computes")
 
 
 def check_fc_norm(subject: Subject) -> Finding:
     """Norms before fc: trained, stored and served must agree."""
     name, cause = "fc-norm", "fc-norm-ignored"
     served = {
-        "norm_before_fc": engine.norm_before_fc(subject.served),
-        "fc_norm": engine.fc_norm(subject.served),
+        "norm_before_fc": subject.engine.norm_before_fc(subject.served),
+        "fc_norm": subject.engine.fc_norm(subject.served),
     }
     stored = {
         "norm_before_fc": any(n.startswith("input_norm.") for n in subject.tensors),
@@ -48,7 +45,7 @@ def check_fc_norm(subject: Subject) -> Finding:
     }
     where = {"norm_before_fc": "eagle_config.norm_before_fc", "fc_norm": "fc_norm"}
     for flag, tensor in (("norm_before_fc", "input_norm"), ("fc_norm", "fc_norm.*")):
-        trained = stored[flag] if subject.trained is None else bool(subject.trained.get(flag))
+        trained = stored[flag] if subject.training is None else bool(getattr(subject.training, flag))
         if trained and not served[flag]:
             return failed(
                 name,
@@ -72,7 +69,7 @@ def check_fc_norm(subject: Subject) -> Finding:
             )
     missing = [
         n
-        for n in engine.parameters(subject.served)
+        for n in subject.engine.parameters(subject.served)
         if n.startswith(("fc_norm.", "input_norm.")) and n not in subject.tensors
     ]
     if missing:
@@ -93,13 +90,13 @@ def check_fc_norm(subject: Subject) -> Finding:
 def check_norm_output(subject: Subject) -> Finding:
     """Whether the hidden state carried to the next step is the normed one."""
     name, cause, served = "norm-output", "carry-norm", bool(subject.served.get("norm_output", False))
-    if subject.trained is None:
+    if subject.training is None:
         return skipped(
             name,
             cause,
             f"served with norm_output {str(served).lower()}, and no tensor shows how it was trained; {ASK}",
         )
-    trained = bool(subject.trained.get("norm_output", False))
+    trained = subject.training.norm_output
     if trained != served:
         return failed(
             name,
@@ -113,7 +110,7 @@ def check_norm_output(subject: Subject) -> Finding:
 
 def check_rope(subject: Subject) -> Finding:
     """Rotary embedding against the training."""
-    name, cause, served = "rope", "rope-theta", engine.rope_settings(subject.full)
+    name, cause, served = "rope", "rope-theta", subject.engine.rope_settings(subject.full)
     words = ", ".join(f"{k} {v}" for k, v in sorted(served.items()))
     if subject.trained_layer is None:
         share = subject.served.get("partial_rotary_factor", 1.0)
@@ -126,7 +123,7 @@ def check_rope(subject: Subject) -> Finding:
                 "remove partial_rotary_factor, unless it was trained with a layer that reads it",
             )
         return skipped(name, cause, f"served with {words}; {ASK}")
-    trained = engine.trained_rope(subject.trained_layer)
+    trained = subject.trained_rope or {}
     differ = [
         f"{key} is {served.get(key)}, trained {trained.get(key)}"
         for key in sorted({*served, *trained})
@@ -172,7 +169,7 @@ def check_eps(subject: Subject) -> Finding:
 
 def check_max_position(subject: Subject) -> Finding:
     """`max_position_embeddings` against the training's and the target's."""
-    name, cause, served = "max-position", "max-position", accepts.positions(subject.full) or 0
+    name, cause, served = "max-position", "max-position", subject.engine.positions(subject.full) or 0
     if subject.trained_layer is not None and served < int(subject.trained_layer["max_position_embeddings"]):
         trained = subject.trained_layer["max_position_embeddings"]
         return failed(
@@ -181,13 +178,13 @@ def check_max_position(subject: Subject) -> Finding:
             f"max_position_embeddings is {served}, trained {trained}",
             f"set max_position_embeddings to {trained}",
         )
-    theirs = accepts.positions(subject.target.config) if subject.target else None
+    theirs = subject.engine.positions(subject.target.config) if subject.target else None
     if theirs is not None and served < theirs:
         return warned(
             name,
             cause,
-            f"the draft has positions up to {served}, the target up to {theirs}: {engine.ENGINE} does not start with "
-            f"the target's own length, and drafts collapse past {served}",
+            f"the draft has positions up to {served}, the target up to {theirs}: {subject.engine.ENGINE} does not "
+            f"start with the target's own length, and drafts collapse past {served}",
             f"serve with --context-length {served}; or set SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN=1 and keep "
             f"requests shorter; or raise max_position_embeddings to {theirs} if it was trained so",
         )
@@ -286,7 +283,7 @@ def check_vocabulary(subject: Subject) -> Finding:
             f"set vocab_size to {embedding.shape[0]}",
         )
     theirs = subject.target.config.get("vocab_size") if subject.target else None
-    if theirs is not None and theirs != vocabulary and engine.differ_by_padding(theirs, vocabulary):
+    if theirs is not None and theirs != vocabulary and differ_by_padding(theirs, vocabulary):
         return warned(
             name,
             cause,
@@ -301,11 +298,11 @@ def check_vocabulary(subject: Subject) -> Finding:
             f"vocab_size is {vocabulary:,}, the target's is {theirs:,}",
             "serve it with the target it was trained for",
         )
-    if subject.trained is not None and subject.trained.get("draft_vocab_size", 32000) != own:
+    if subject.training is not None and subject.training.draft_vocab_size != own:
         return failed(
             name,
             cause,
-            f"draft_vocab_size is {own:,}, trained {subject.trained.get('draft_vocab_size', 32000):,}",
+            f"draft_vocab_size is {own:,}, trained {subject.training.draft_vocab_size:,}",
             "set draft_vocab_size as trained",
         )
     return passed(name, cause, f"{own:,} draft ids of {vocabulary:,} target ids{rows}")
@@ -313,7 +310,7 @@ def check_vocabulary(subject: Subject) -> Finding:
 
 def check_dtype(subject: Subject, scans: Mapping[str, Scan]) -> Finding:
     """What the weights are stored in, what the config says, and what the target computes in."""
-    plain = {name: t for name, t in subject.tensors.items() if t.is_float and not spoken_for(name)}
+    plain = {name: t for name, t in subject.tensors.items() if t.is_float and not spoken_for(name, subject.engine)}
     floats = sorted({DTYPE_NAMES[t.dtype] for t in plain.values()})
     quantised = sorted({t.dtype for t in subject.tensors.values() if is_packed(t)})
     stored, said = (

@@ -10,7 +10,7 @@ from typing import Any
 
 from eagle_trace.checkpoints import read_config, text_config
 from eagle_trace.errors import CheckpointError
-from eagle_trace_analysis.checkpoint.export import aux_layer_ids, second_names, sglang_config
+from eagle_trace_analysis.checkpoint.export import config_for, second_names, trained_layer_ids
 from eagle_trace_analysis.checkpoint.files import (
     Checkpoint,
     StoredTensor,
@@ -19,11 +19,11 @@ from eagle_trace_analysis.checkpoint.files import (
     stored_dtype,
 )
 from eagle_trace_analysis.checkpoint.kinds import Kind, recognise, refuse_other_types
+from eagle_trace_analysis.engines import SGLANG, Engine, Gap
 from eagle_trace_analysis.engines.refusal import Refusal
-from eagle_trace_analysis.engines.sglang import engine
-from eagle_trace_analysis.engines.sglang.accepts import SIZES, refusals, repaired, target_refusals
-from eagle_trace_analysis.engines.sglang.accepts import config_class as accepts_class
-from eagle_trace_analysis.engines.sglang.target_classes import target_class
+from eagle_trace_analysis.engines.sglang.accepts import SIZES
+from eagle_trace_analysis.trainers import Trainer, Training, trainer_of
+from eagle_trace_analysis.trainers.base import flat_training
 
 #: sizes of a target's layers that no check reads
 UNREAD = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
@@ -78,9 +78,11 @@ class Subject:
 
     Attributes:
         served: flat config as the engine reads it (of a speculators draft: what `eagle-trace export` writes).
-        trained: speculators config, from the draft itself or its reference; None if neither has one.
+        trained: config of the training, from the draft itself or its reference; None if neither has one.
+        trainer: who wrote `trained`.
         trained_ids: layer ids of the training (inputs of layers), None if not to be known.
         refused: what the engine's config loader stops at; `served` is without it.
+        engine: what is to serve the draft.
     """
 
     checkpoint: Checkpoint
@@ -91,6 +93,29 @@ class Subject:
     target: Target | None
     reference: Checkpoint | None
     refused: Sequence[Refusal] = ()
+    engine: Engine = SGLANG
+    trainer: Trainer | None = None
+
+    @cached_property
+    def training(self) -> Training | None:
+        """How the draft was trained, None if that is not known."""
+        return None if self.trained is None or self.trainer is None else self.trainer.training_of(self.trained)
+
+    @cached_property
+    def gaps(self) -> list[Gap]:
+        """What of the training the engine has no form of; of what the served config says, if that is all there is."""
+        return self.engine.gaps(self.training or flat_training(self.served))
+
+    def gap(self, setting: str) -> Gap | None:
+        """The gap of one trained setting."""
+        return next((gap for gap in self.gaps if gap.setting == setting), None)
+
+    @cached_property
+    def trained_rope(self) -> dict[str, Any] | None:
+        """The rotary embedding of the training, in the engine's form; None if the training is not known."""
+        if self.trained_layer is None or self.trainer is None:
+            return None
+        return self.trainer.rope(self.trained_layer, self.engine.rope_settings(self.trained_layer))
 
     @property
     def has_sizes(self) -> bool:
@@ -102,17 +127,17 @@ class Subject:
     @cached_property
     def full(self) -> dict[str, Any]:
         """The served config with transformers' defaults filled in."""
-        return engine.with_defaults(self.served)
+        return self.engine.with_defaults(self.served)
 
     @cached_property
     def trained_layer(self) -> dict[str, Any] | None:
         """The trained decoder config with defaults, None if the training is not known."""
-        return None if self.trained is None else engine.with_defaults(nested_config(self.trained))
+        return None if self.training is None else self.engine.with_defaults(self.training.decoder)
 
     @cached_property
     def tensors(self) -> dict[str, StoredTensor]:
         """Stored tensors by speculators' names; of two with one name the last, as on loading."""
-        return {engine.canonical_name(tensor.name): tensor for tensor in self.checkpoint.tensors.values()}
+        return {self.engine.canonical_name(tensor.name): tensor for tensor in self.checkpoint.tensors.values()}
 
     @cached_property
     def kind(self) -> Kind | None:
@@ -135,20 +160,7 @@ class Subject:
         return self.format == "speculators"
 
 
-def is_speculators(config: Mapping[str, Any]) -> bool:
-    """Whether a config is in speculators format."""
-    return "transformer_layer_config" in config or "speculators_model_type" in config
-
-
-def nested_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The decoder config inside a speculators config; without a model type speculators takes qwen3."""
-    layer = config.get("transformer_layer_config")
-    if not isinstance(layer, Mapping):
-        raise CheckpointError("the speculators config has no transformer_layer_config object")
-    return {"model_type": "qwen3", **layer}
-
-
-def open_target(folder: Path) -> Target:
+def open_target(folder: Path, engine: Engine = SGLANG) -> Target:
     """The target's config, the text part of a multimodal one.
 
     Raises:
@@ -160,52 +172,54 @@ def open_target(folder: Path) -> Target:
         raise CheckpointError(f"{folder / 'config.json'} is no target's config: it has no num_hidden_layers")
     # some models have a size per layer, where one number is read here of a draft
     own = {key: value for key, value in own.items() if key not in UNREAD or not isinstance(value, list)}
-    _need_numbers(folder, own)
+    _need_numbers(folder, own, engine)
     for outer in ("tie_word_embeddings", "dtype", "torch_dtype"):
         if outer in config:
             own.setdefault(outer, config[outer])
-    if accepts_class(own) is not None:
+    if engine.config_class(own) is not None:
         # the defaults of other families are not known here: what their config omits is not compared
         own = engine.with_defaults(own)
     # a multimodal target is registered under the outer class
-    architecture = target_class(config.get("architectures") or own.get("architectures"))
-    return Target(folder, own, architecture, target_refusals(config, text_config(config)))
+    architecture = engine.target_class(config.get("architectures") or own.get("architectures"))
+    return Target(folder, own, architecture, engine.target_refusals(config, text_config(config)))
 
 
-def open_subject(draft: Path, target: Path | None, reference: Path | None) -> Subject:
+def open_subject(draft: Path, target: Path | None, reference: Path | None, engine: Engine = SGLANG) -> Subject:
     """Configs and headers of everything named; no tensor is read.
 
     Raises:
         CheckpointError: something named cannot be read, or the draft is no EAGLE-3 draft of a kind known
             here.
     """
-    checkpoint = _open_exported(draft)
-    known_target = open_target(target) if target else None
-    other = _open_exported(reference) if reference else None
+    checkpoint = _open_exported(draft, engine)
+    known_target = open_target(target, engine) if target else None
+    other = _open_exported(reference, engine) if reference else None
     trained: Mapping[str, Any] | None = None
     ids: list[int] | None = None
+    trainer: Trainer | None = None
     for candidate in (checkpoint, other):
-        if candidate is not None and trained is None and is_speculators(candidate.config):
-            _refuse_others(candidate)
+        if candidate is not None and trainer is None and (trainer := trainer_of(candidate.config)) is not None:
+            _refuse_others(candidate, trainer, engine)
             trained = candidate.config
             ids = _trained_ids(trained, target)
-    if is_speculators(checkpoint.config):
-        served, kind = _as_exported(checkpoint, ids, known_target), "speculators"
+    written = trainer_of(checkpoint.config)
+    if written is not None:
+        served, kind = _as_exported(checkpoint, ids, known_target, engine), written.NAME
     else:
-        served, kind = dict(checkpoint.config), "sglang"
-    refused = refusals(served)
-    return Subject(checkpoint, kind, repaired(served), trained, ids, known_target, other, refused)
+        served, kind = dict(checkpoint.config), engine.NAME
+    refused, served = engine.refusals(served), engine.repaired(served)
+    return Subject(checkpoint, kind, served, trained, ids, known_target, other, refused, engine, trainer)
 
 
-def _open_exported(folder: Path) -> Checkpoint:
+def _open_exported(folder: Path, engine: Engine) -> Checkpoint:
     """A checkpoint; of one in speculators format with the names that `eagle-trace export` adds."""
     checkpoint = open_checkpoint(folder)
-    if is_speculators(checkpoint.config):
-        checkpoint = replace(checkpoint, tensors={**checkpoint.tensors, **second_names(checkpoint.tensors)})
+    if trainer_of(checkpoint.config) is not None:
+        checkpoint = replace(checkpoint, tensors={**checkpoint.tensors, **second_names(checkpoint.tensors, engine)})
     return checkpoint
 
 
-def _need_numbers(folder: Path, config: Mapping[str, Any]) -> None:
+def _need_numbers(folder: Path, config: Mapping[str, Any], engine: Engine) -> None:
     """Refuse a decoder config whose numbers are none, before anything is reckoned with them."""
     sizes = (
         "hidden_size",
@@ -233,32 +247,34 @@ def _need_numbers(folder: Path, config: Mapping[str, Any]) -> None:
             raise CheckpointError(f"{path} says {key}: {config[key]!r}, which is no object")
     if not isinstance(config.get("architectures", []), list | None):
         raise CheckpointError(f"{path} says architectures: {config['architectures']!r}, which is no list")
-    ids = engine.eagle_config(config).get("eagle_aux_hidden_state_layer_ids") or []
+    ids = engine.layer_ids(config) or []
     if not isinstance(ids, list) or any(type(i) is not int for i in ids):
         raise CheckpointError(f"{path} says eagle_aux_hidden_state_layer_ids: {ids!r}, which is no list of layer ids")
 
 
-def _refuse_others(checkpoint: Checkpoint) -> None:
+def _refuse_others(checkpoint: Checkpoint, trainer: Trainer, engine: Engine) -> None:
     refuse_other_types(checkpoint.folder, checkpoint.config.get("speculators_model_type", "eagle3"))
-    _need_numbers(checkpoint.folder, nested_config(checkpoint.config))
-    _need_numbers(checkpoint.folder, checkpoint.config)
+    decoder = trainer.training_of(checkpoint.config).decoder
+    for config in (decoder, checkpoint.config):
+        _need_numbers(checkpoint.folder, config, engine)
 
 
 def _trained_ids(config: Mapping[str, Any], target: Path | None) -> list[int] | None:
     if not config.get("eagle_aux_hidden_state_layer_ids") and target is None:
         return None
-    return aux_layer_ids(config, target)
+    return trained_layer_ids(config, target)
 
 
-def _as_exported(checkpoint: Checkpoint, ids: list[int] | None, target: Target | None) -> dict[str, Any]:
+def _as_exported(
+    checkpoint: Checkpoint, ids: list[int] | None, target: Target | None, engine: Engine
+) -> dict[str, Any]:
     config = checkpoint.config
     # ids that cannot be written down are the layer-ids check's to report; any others stand in for them here
     writable = ids if ids and min(ids) >= 1 else list(range(1, 1 + len(ids or (1, 2, 3))))
-    full = {"draft_vocab_size": 32000, **config, "transformer_layer_config": nested_config(config)}
     seen: dict[str, Any] = {}
     if target and engine.ids_that_capture(writable, target.layers, target.architecture) is not None:
         seen = {"architectures": [target.architecture], "num_hidden_layers": target.layers}
-    served = sglang_config(full, writable, stored_dtype(checkpoint.tensors) or "float32", seen)
+    served = config_for(engine, config, writable, stored_dtype(checkpoint.tensors) or "float32", seen)
     if ids is None or writable != ids:
         served["eagle_config"] = {
             k: v for k, v in served["eagle_config"].items() if k != "eagle_aux_hidden_state_layer_ids"

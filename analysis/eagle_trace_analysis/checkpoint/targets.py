@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from eagle_trace_analysis.checkpoint.finding import Finding, failed, passed, skipped
 from eagle_trace_analysis.checkpoint.subject import Subject
-from eagle_trace_analysis.engines.sglang import engine
-from eagle_trace_analysis.engines.sglang.target_classes import NO_CAPTURE, SERVES, SINCE, why_it_cannot_serve
 
 SINGLE = "single-layer-features"
 
@@ -18,12 +16,12 @@ def check_target(subject: Subject) -> Finding:
     name = subject.target.architecture
     if name is None:
         return skipped(check, SINGLE, "the target's config names no class (architectures)")
-    lacks = why_it_cannot_serve(name, subject.served)
+    lacks = subject.engine.why_it_cannot_serve(name, subject.served)
     if lacks is not None:
         return failed(
             check,
             SINGLE,
-            f"{engine.ENGINE}'s {name} {lacks}, so the server stops before it serves",
+            f"{subject.engine.ENGINE}'s {name} {lacks}, so the server stops before it serves",
             "serve this target with another engine, or a release whose class can: no change to the draft helps",
         )
     if subject.target.refused:
@@ -31,12 +29,13 @@ def check_target(subject: Subject) -> Finding:
         return failed(
             check,
             "",
-            f"{engine.ENGINE} stops at the target's own config: {'; '.join(one.why for one in refused)}",
+            f"{subject.engine.ENGINE} stops at the target's own config: {'; '.join(one.why for one in refused)}",
             f"in the target's config: {'; '.join(dict.fromkeys(one.fix for one in refused))}",
         )
-    if name in SERVES:
-        since = next((f" (from {release} on)" for release, names in SINCE.items() if name in names), "")
-        return passed(check, SINGLE, f"{engine.ENGINE}'s {name} feeds EAGLE-3 drafts{since}")
-    if name in NO_CAPTURE:
+    since = subject.engine.feeds_since(name)
+    if since is not None:
+        words = f" (from {since} on)" if since else ""
+        return passed(check, SINGLE, f"{subject.engine.ENGINE}'s {name} feeds EAGLE-3 drafts{words}")
+    if subject.engine.is_known_target(name):
         return skipped(check, SINGLE, f"{name} feeds its last layer only, which is what the draft's config asks for")
-    return skipped(check, SINGLE, f"{name} is not among the classes of {engine.ENGINE} known here")
+    return skipped(check, SINGLE, f"{name} is not among the classes of {subject.engine.ENGINE} known here")

@@ -130,16 +130,12 @@ def check_embedding(subject: Subject) -> Finding:
         return passed(name, cause, "the draft ships none: SGLang shares the target's")
     if keeps_own_embedding(subject):
         return passed(name, cause, "target_hidden_size differs from hidden_size, so SGLang keeps the draft's own")
-    if subject.trained is not None and subject.trained.get("embed_requires_grad"):
-        return failed(
-            name,
-            cause,
-            "the draft trained its own embedding (embed_requires_grad); SGLang replaces it by the target's",
-            fix,
-        )
+    gap = subject.gap("embedding")
+    if gap is not None:
+        return failed(name, cause, gap.why, gap.fix)
     theirs = subject.target.embedding if subject.target else None
     if theirs is None or not (own.is_float and theirs.is_float):
-        if subject.trained is not None:
+        if subject.training is not None:
             return passed(
                 name,
                 cause,

@@ -9,7 +9,6 @@ from __future__ import annotations
 from eagle_trace_analysis.checkpoint.files import as_float32
 from eagle_trace_analysis.checkpoint.finding import Finding, failed, passed, skipped
 from eagle_trace_analysis.checkpoint.subject import Subject
-from eagle_trace_analysis.engines.sglang import engine
 
 SINGLE = "single-layer-features"
 
@@ -26,9 +25,9 @@ def feeds_one(subject: Subject) -> bool:
     """
     if subject.is_speculators or has_fc(subject):
         return False
-    named = engine.eagle_config(subject.served).get("eagle_aux_hidden_state_layer_ids")
+    named = subject.engine.layer_ids(subject.served)
     return (
-        not engine.uses_aux_hidden_state(subject.served)
+        not subject.engine.uses_aux_hidden_state(subject.served)
         or named == []
         or "layers.0.hidden_norm.weight" not in subject.tensors
     )
@@ -44,8 +43,8 @@ def check_aux(subject: Subject) -> Finding:
     """Whether the engine captures several layers for this draft, and whether it was trained on several."""
     name = "aux-hidden-state"
     hidden, width = _widths(subject)
-    if engine.uses_aux_hidden_state(subject.served):
-        if feeds_one(subject) and not engine.skips_fc(subject.served):
+    if subject.engine.uses_aux_hidden_state(subject.served):
+        if feeds_one(subject) and not subject.engine.skips_fc(subject.served):
             return failed(
                 name,
                 SINGLE,
@@ -58,7 +57,7 @@ def check_aux(subject: Subject) -> Finding:
             name,
             SINGLE,
             "the config asks for several target layers (served with --speculative-algorithm EAGLE3)"
-            if not engine.skips_fc(subject.served)
+            if not subject.engine.skips_fc(subject.served)
             else "the config asks for one target layer (served with --speculative-algorithm EAGLE3)",
         )
     if not has_fc(subject):
@@ -79,8 +78,8 @@ def check_aux(subject: Subject) -> Finding:
             f"{off}, its width equals the embedding's, and the stored fc ({shape}) is skipped",
             "no setting makes the engine apply fc to one feature: train without fc, or on several layers",
         )
-    if count == 1 and engine.num_aux_hidden_states(subject.full) != 1:
-        built = engine.num_aux_hidden_states(subject.full)
+    if count == 1 and subject.engine.num_aux_hidden_states(subject.full) != 1:
+        built = subject.engine.num_aux_hidden_states(subject.full)
         return failed(
             name,
             SINGLE,
@@ -114,7 +113,7 @@ def check_fc(subject: Subject) -> Finding:
     hidden, width = _widths(subject)
     theirs = subject.target.config.get("hidden_size") if subject.target else None
     if stored is None:
-        if has_fc(subject) or not engine.skips_fc(subject.served):
+        if has_fc(subject) or not subject.engine.skips_fc(subject.served):
             return skipped(name, SINGLE, "there is no fc.weight")
         if theirs is not None and theirs != width:
             return failed(
@@ -124,10 +123,10 @@ def check_fc(subject: Subject) -> Finding:
                 "serve it with the target it was trained for",
             )
         return passed(name, SINGLE, "there is no fc, and none is applied: what is fed is as wide as the embedding")
-    aux, shape = engine.num_aux_hidden_states(subject.full), list(stored.shape)
+    aux, shape = subject.engine.num_aux_hidden_states(subject.full), list(stored.shape)
     if not stored.is_float and not stored.dtype.startswith("F8_E"):
         return skipped(name, SINGLE, f"not checked: fc is packed as {stored.dtype} {shape}")
-    if not engine.uses_aux_hidden_state(subject.served) and shape == [hidden, width]:
+    if not subject.engine.uses_aux_hidden_state(subject.served) and shape == [hidden, width]:
         return skipped(name, SINGLE, f"fc.weight is {shape}, for one feature (see aux-hidden-state)")
     fault = _wrong_shape(subject, shape, aux) or _wrong_bias(subject)
     if fault is not None:
@@ -172,9 +171,9 @@ def _wrong_shape(subject: Subject, shape: list[int], aux: int) -> Finding | None
             "fc without a word",
             "train on several layers",
         )
-    fed = engine.fed_width(subject.served) // width
-    if fed != aux and engine.uses_aux_hidden_state(subject.served) and not subject.is_speculators:
-        named = engine.eagle_config(subject.served).get("eagle_aux_hidden_state_layer_ids")
+    fed = subject.engine.fed_width(subject.served) // width
+    if fed != aux and subject.engine.uses_aux_hidden_state(subject.served) and not subject.is_speculators:
+        named = subject.engine.layer_ids(subject.served)
         return failed(
             name,
             SINGLE,
@@ -187,7 +186,7 @@ def _wrong_shape(subject: Subject, shape: list[int], aux: int) -> Finding | None
 
 def _wrong_bias(subject: Subject) -> Finding | None:
     stored = subject.tensors.get("fc.bias")
-    if stored is None or "fc.bias" in engine.parameters(subject.served):
+    if stored is None or "fc.bias" in subject.engine.parameters(subject.served):
         return None
     if stored.is_float and not as_float32(stored.read()).any():
         return None

@@ -23,22 +23,17 @@ from eagle_trace_analysis.comparison.checks import (
     row_key,
     shapes_of,
 )
-from eagle_trace_analysis.comparison.compare import (
-    Compared,
-    SiteFold,
-    ValuesFold,
-    WholeSite,
-    compare_statistics,
-    row_facts,
-)
+from eagle_trace_analysis.comparison.compare import Compared, SiteFold, row_facts
 from eagle_trace_analysis.comparison.fold import Executor, Threads, fold
 from eagle_trace_analysis.comparison.frontier import find_frontier, shape_order
 from eagle_trace_analysis.comparison.metrics import ANY_NUMBERS, IdMetrics, Metrics
 from eagle_trace_analysis.comparison.params import differing, other_form
 from eagle_trace_analysis.comparison.prediction import predict
 from eagle_trace_analysis.comparison.result import Diff, Divergence, Note, SiteResult
-from eagle_trace_analysis.comparison.sketch import WORDS, compare_sketches, has_sketch, widened
-from eagle_trace_analysis.comparison.tolerance import Tolerance, Tolerances
+from eagle_trace_analysis.comparison.rowwise import RowFigures
+from eagle_trace_analysis.comparison.site import site_fold
+from eagle_trace_analysis.comparison.sketch import WORDS, widened
+from eagle_trace_analysis.comparison.tolerance import FACTOR, Tolerance, Tolerances
 from eagle_trace_analysis.comparison.topk import check_topk
 from eagle_trace_analysis.pairing.align import Alignment, align, not_materialised
 from eagle_trace_analysis.pairing.pairs import Coverage, Pairs, skipped_because
@@ -66,6 +61,7 @@ def diff(
     minimum_share: float = MINIMUM_SHARE,
     executor: Executor | None = None,
     floors: Trace | None = None,
+    tolerance: float = FACTOR,
 ) -> Diff:
     """Compare two traces of the same prompts and name the first place where they part.
 
@@ -86,6 +82,7 @@ def diff(
         executor: who compares the values (`eagle_trace_analysis.comparison.fold`); the cores of this machine if None.
             The result is the same to the last bit.
         floors: a train trace of the same draft whose measured rounding floors are used, where the reference has none.
+        tolerance: how many times its rounding floor the error of a site may be.
 
     Raises:
         IncomparableError: `floors` is of no use here.
@@ -94,8 +91,9 @@ def diff(
     train, serve = in_order(reference, other)
     if floors is not None:
         _check_floors(train, floors)
-    found = _Comparison(train, serve, executor or Threads(), floors).run(minimum_share)
-    return found.roles.said(found)
+    comparison = _Comparison(train, serve, executor or Threads(), floors, tolerance)
+    found = comparison.run(minimum_share)
+    return replace(found.roles.said(found), figures=comparison.figures)
 
 
 def _check_floors(train: Trace, floors: Trace) -> None:
@@ -110,7 +108,9 @@ def _check_floors(train: Trace, floors: Trace) -> None:
 class _Comparison:
     """One run of `diff`."""
 
-    def __init__(self, train: Trace, serve: Trace, executor: Executor, floors: Trace | None = None) -> None:
+    def __init__(
+        self, train: Trace, serve: Trace, executor: Executor, floors: Trace | None = None, tolerance: float = FACTOR
+    ) -> None:
         self.roles = Roles.of({"train": provenance(train), "serve": provenance(serve)})
         self.train = train
         self.serve = serve
@@ -121,8 +121,9 @@ class _Comparison:
         self.shapes: tuple[Shapes, Shapes] = (shapes_of(train), shapes_of(serve))
         self.sites = self._known_sites()
         widths = {site: max(width for width, _ in seen) for side in self.shapes for site, seen in side.items()}
-        self.tolerances = Tolerances(self.sites, train, serve, widths, floors)
+        self.tolerances = Tolerances(self.sites, train, serve, widths, floors, tolerance)
         self.alignment: Alignment = align(train, serve)
+        self.figures = RowFigures(train, serve, self.alignment)
         self._logit_errors: tuple[NDArray[np.int64], NDArray[np.float64]] = (
             np.zeros(0, dtype=np.int64),
             np.zeros(0),
@@ -279,19 +280,15 @@ class _Comparison:
         pairs = self.alignment.pairs(name)
         if not len(pairs):
             return {(name, step): self._result(name, step, pairs, None) for step in pairs.steps}
-        if all(one.has_values for side in data for one in side):
-            return ValuesFold(self.train, self.serve, name, pairs)
-        sketched = all(has_sketch(one) for side in data for one in side)
-        compare = compare_sketches if sketched else compare_statistics
-        return WholeSite(self.train, self.serve, name, pairs, compare)
+        return site_fold(self.train, self.serve, name, pairs)
 
     def _results_of(self, site: SiteFold) -> Results:
         found, pairs = site.result(), site.pairs
+        self.figures.keep(site.site, pairs, found.values())
         if site.site == "logits":
-            parts = list(found.values())
-            if all(len(part.largest_errors) for part in parts):
-                rows = np.concatenate([pairs.train[part.pairs] for part in parts])
-                self._logit_errors = rows, np.concatenate([part.largest_errors for part in parts])
+            logits = [(pairs.train[part.pairs], part.logits.largest_error) for part in found.values() if part.logits]
+            if logits:
+                self._logit_errors = np.concatenate([a for a, _ in logits]), np.concatenate([b for _, b in logits])
         return {(site.site, step): self._result(site.site, step, pairs, found.get(step)) for step in pairs.steps}
 
     def _result(self, name: str, step: int, pairs: Pairs, found: Compared | None) -> SiteResult:
@@ -306,7 +303,7 @@ class _Comparison:
         exceeded = tolerance.exceeded(metrics)
         divergence = None
         if metrics.nonfinite_train or metrics.nonfinite_serve or exceeded:
-            facts = row_facts(self.train, self.serve, name, pairs, found.worst)
+            facts = row_facts(self.train, self.serve, name, pairs, found.worst, found.worst_rows)
             row = row_key(self.alignment, pairs, found.worst)
             divergence = _numeric_divergence(name, step, metrics, tolerance, exceeded)
             divergence = replace(divergence, train=facts[0], serve=facts[1], row=row)

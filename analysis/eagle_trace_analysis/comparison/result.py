@@ -11,8 +11,10 @@ from eagle_trace_analysis.comparison.sketch import ROW_ERROR
 from eagle_trace_analysis.comparison.tolerance import Tolerance
 from eagle_trace_analysis.pairing.pairs import Coverage
 from eagle_trace_analysis.pairing.roles import Roles
+from eagle_trace_analysis.shown import html_of
 
 if TYPE_CHECKING:
+    from eagle_trace_analysis.comparison.rowwise import RowFigures
     from eagle_trace_analysis.diagnosis.diagnose import Diagnosis
 
 Kind = Literal["shape", "presence", "parameters", "nonfinite", "tokens", "positions", "ids", "values", "step"]
@@ -161,6 +163,39 @@ class AcceptLength:
 
 
 @dataclass(frozen=True)
+class Failure:
+    """Something a gate does not let through.
+
+    Attributes:
+        name: ``accept-length``, ``diverges-now``, ``error-grew`` or ``no-longer-compared``.
+        text: one sentence, with figures.
+        site, step: where, if anywhere.
+    """
+
+    name: str
+    text: str
+    site: str | None = None
+    step: int | None = None
+
+
+@dataclass(frozen=True)
+class Gate:
+    """What was asked of a comparison beyond that the two agree (`eagle_trace_analysis.gate`).
+
+    Attributes:
+        failures: what fails it.
+        unknown: why it cannot be judged; None if it can.
+        max_drop: greatest share of the accept length that may be lost; None if that was not asked.
+        baseline: the trace that this one must not be worse than; None if that was not asked.
+    """
+
+    failures: tuple[Failure, ...] = ()
+    unknown: str | None = None
+    max_drop: float | None = None
+    baseline: str | None = None
+
+
+@dataclass(frozen=True)
 class Diff:
     """The result of comparing two traces. Of any pair the reference is called ``train`` and the other ``serve``
     (`eagle_trace_analysis.pairing.roles`).
@@ -177,6 +212,8 @@ class Diff:
         tolerance: where the tolerances come from.
         traces: provenance of both sides.
         diagnosis: every cause with its verdict; None if it was not asked for.
+        gate: what else was asked, and whether it holds; None if nothing was.
+        figures: the traces, their alignment and the figures of each row, as they were compared; None if they are gone.
     """
 
     sites: tuple[SiteResult, ...]
@@ -190,6 +227,8 @@ class Diff:
     tolerance: str
     traces: Mapping[str, Mapping[str, Any]]
     diagnosis: Diagnosis | None = None
+    gate: Gate | None = None
+    figures: RowFigures | None = field(default=None, compare=False, repr=False)
 
     @property
     def roles(self) -> Roles:
@@ -233,7 +272,14 @@ class Diff:
 
     @property
     def exit_status(self) -> int:
-        """0 agree, 1 diverged, 2 could not compare."""
+        """0 agree, 1 diverged, 2 could not compare; with a baseline, 1 only for what is worse than it."""
+        if self.gate is not None and self.verdict != "incomparable":
+            if self.gate.failures:
+                return 1
+            if self.gate.unknown is not None:
+                return 2
+            if self.gate.baseline is not None:
+                return 0
         return {"agree": 0, "diverged": 1, "incomparable": 2}[self.verdict]
 
     def __repr__(self) -> str:
@@ -241,7 +287,5 @@ class Diff:
         where = f" at {first.site}, step {first.step}" if first is not None else ""
         return f"Diff({self.verdict}{where}; {len(self.sites)} sites and steps, level {self.level})"
 
-    def _repr_html_(self) -> str:
-        from eagle_trace_analysis.report.notebook import diff_html
-
-        return diff_html(self)
+    def _repr_html_(self) -> str | None:
+        return html_of(self)

@@ -132,6 +132,7 @@ class Tolerances:
         serve: the serve trace.
         widths: elements of a row, by site.
         floors: the train trace that lends its floors, where `train` is none.
+        factor: how many times its floor an error may be.
     """
 
     def __init__(
@@ -141,7 +142,9 @@ class Tolerances:
         serve: Trace,
         widths: Mapping[str, int],
         floors: Trace | None = None,
+        factor: float = FACTOR,
     ) -> None:
+        self._factor = factor
         self._sites = {site.name: site for site in sites}
         self._widths = widths
         self.dtype = lower_dtype([train.manifest.dtype, serve.manifest.dtype])
@@ -149,7 +152,11 @@ class Tolerances:
         self._two_servers = (train.side, serve.side) == ("serve", "serve")
         self._floors = _read_floors(floors or train)
         self.shared_features = shares_features(train, serve)
-        measured_drift = any(site.startswith(_TARGET) and dtype == self.dtype for site, _, dtype in self._floors)
+        # features out of a file have no other precision beside them: a floor of 0 says so, and nothing of rounding
+        measured_drift = any(
+            site.startswith(_TARGET) and dtype == self.dtype and floor["rho_max"] > 0
+            for (site, _, dtype), floor in self._floors.items()
+        )
         self._drift_layers = 0 if self.shared_features or measured_drift else _target_layers([train, serve])
         self._ancestors = cache(self._find_ancestors)
 
@@ -166,7 +173,8 @@ class Tolerances:
             if measured is not None:
                 measured = measured | {SCALE: measured["rho_median"] / FACTOR}
         allowed = {
-            name: FACTOR * max(floor, measured.get(name, 0.0) if measured else 0.0) for name, floor in analytic.items()
+            name: self._factor * max(floor, measured.get(name, 0.0) if measured else 0.0)
+            for name, floor in analytic.items()
         }
         source = f"analytic ({roundings:.0f} roundings in {dtype})"
         if measured and measured["rho_median"] > analytic["rho_median"]:
@@ -184,7 +192,7 @@ class Tolerances:
         if self.dtype not in dtypes:
             return f"analytic only, {self.dtype}: the train trace measured its floor in {', '.join(dtypes)}"
         lent = f" ({self._lent.path} lends the measured one)" if self._lent is not None else ""
-        return f"{FACTOR:.0f} x the larger of the measured and the analytic floor, {self.dtype}{lent}"
+        return f"{self._factor:g} x the larger of the measured and the analytic floor, {self.dtype}{lent}"
 
     def roundings(self, site: str, step: int, dtype: str) -> float:
         """R: roundings on the way to a site, those of every ancestor counted once."""

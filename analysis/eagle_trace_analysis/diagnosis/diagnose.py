@@ -16,6 +16,7 @@ from eagle_trace_analysis.diagnosis.proof import with_parameters, with_proven
 from eagle_trace_analysis.diagnosis.settle import settle, unexplained
 from eagle_trace_analysis.evidence.context import Checkpoints, Context
 from eagle_trace_analysis.replay.replay import Replayed
+from eagle_trace_analysis.shown import html_of
 
 __all__ = ["CauseVerdict", "Checkpoints", "Diagnosis", "diagnose", "diagnosed"]
 
@@ -69,10 +70,8 @@ class Diagnosis:
         """Steps that the server computes otherwise than trained, whatever lies before them."""
         return tuple(one for one in self.replay if one.verdict == "faulty")
 
-    def _repr_html_(self) -> str:
-        from eagle_trace_analysis.report.notebook import diagnosis_html
-
-        return diagnosis_html(self)
+    def _repr_html_(self) -> str | None:
+        return html_of(self)
 
 
 _ORDER: dict[Verdict, int] = {"confirmed": 0, "ruled_out": 1, "not_tested": 2}

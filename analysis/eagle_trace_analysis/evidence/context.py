@@ -20,10 +20,10 @@ from eagle_trace_analysis.checkpoint.finding import Finding, Status
 from eagle_trace_analysis.checkpoint.subject import Subject, Target, open_subject, open_target
 from eagle_trace_analysis.comparison.checks import PromptMismatch, check_prompts
 from eagle_trace_analysis.comparison.result import Diff, Divergence, SiteResult
-from eagle_trace_analysis.engines.sglang import engine
+from eagle_trace_analysis.comparison.rowwise import RowFigures
+from eagle_trace_analysis.engines import Engine, engine_of_host
 from eagle_trace_analysis.evidence.company import Company, company_of
 from eagle_trace_analysis.evidence.features import Features
-from eagle_trace_analysis.pairing.align import Alignment
 from eagle_trace_analysis.pairing.roles import in_order
 from eagle_trace_analysis.replay.form import Form, form_of
 from eagle_trace_analysis.replay.recorded import Recorded, choose
@@ -105,6 +105,11 @@ class Context:
     # ---- configs and checkpoints ---------------------------------------------------------------------------
 
     @cached_property
+    def engine(self) -> Engine:
+        """The engine whose tables the deployed draft is held against: that of the other side, if it is known here."""
+        return engine_of_host(self.serve.manifest.host)
+
+    @cached_property
     def trained(self) -> Mapping[str, Any]:
         """The draft's config as trained."""
         config = self.train.manifest.draft.get("config")
@@ -133,7 +138,7 @@ class Context:
         if not ids and not self.has_training and self.trained:
             target = self.train_target
             layers, architecture = (target.layers, target.architecture) if target else (None, None)
-            ids = engine.captured_inputs(self.trained, layers, architecture)
+            ids = self.engine.captured_inputs(self.trained, layers, architecture)
         elif not ids and self.form is not None:
             ids = self.form.layer_ids
         return [int(i) for i in ids] if ids else None
@@ -142,7 +147,7 @@ class Context:
         if not config:
             return None
         try:
-            return form_of(config)
+            return form_of(config, self.engine)
         except (CheckpointError, KeyError, TypeError, ValueError):
             return None
 
@@ -168,7 +173,7 @@ class Context:
 
     def _open_target(self, path: Path | None) -> Target | None:
         try:
-            return open_target(path) if path is not None and path.is_dir() else None
+            return open_target(path, self.engine) if path is not None and path.is_dir() else None
         except CheckpointError:
             return None
 
@@ -189,7 +194,7 @@ class Context:
             return None
         target = self.train_target
         embedding = target.embedding if target is not None else None
-        weights = weights_of(self.train_draft, self.serve.manifest.dtype, embedding)
+        weights = weights_of(self.train_draft, self.serve.manifest.dtype, embedding, self.engine)
         if not self.has_training and embedding is not None:
             # a server shares its target's embedding with the draft, whatever the draft ships
             weights = weights.borrowing("embed_tokens.weight", embedding)
@@ -204,7 +209,7 @@ class Context:
             return None
         reference = self.train_path if self.train_draft is not None else None
         try:
-            return open_subject(self.serve_path, self.target_path if self.target else None, reference)
+            return open_subject(self.serve_path, self.target_path if self.target else None, reference, self.engine)
         except CheckpointError as error:
             self.problems["static checks"] = str(error)
             return None
@@ -335,7 +340,7 @@ class Context:
     @cached_property
     def unequal_prompts(self) -> list[PromptMismatch]:
         """Prompts that both sides name alike and that consist of different tokens."""
-        return check_prompts(Alignment(self.train, self.serve))
+        return check_prompts(RowFigures.of(self.diff, self.train, self.serve).alignment)
 
     @cached_property
     def features(self) -> Features | None:
@@ -357,11 +362,11 @@ class Context:
     def apart(self) -> list[Apart]:
         """Parameters that both hosts hold with other numbers, d2t and t2d aside."""
         trained, served = self.params
-        was, held = (_by_name(draft) for draft in (self.train_draft, self.serve_draft))
+        was, held = (_by_name(draft, self.engine) for draft in (self.train_draft, self.serve_draft))
         return [one for one in apart(trained, served, was, held) if one.name not in ("d2t", "t2d")]
 
 
-def _by_name(draft: Checkpoint | None) -> dict[str, StoredTensor]:
+def _by_name(draft: Checkpoint | None, engine: Engine) -> dict[str, StoredTensor]:
     """Tensors of a draft by speculators' names."""
     if draft is None:
         return {}

@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from eagle_trace.capture import Rows, sample_channels
+from eagle_trace.capture import Rows
 from eagle_trace.reader import Trace
 from eagle_trace_analysis.comparison.metrics import relative_error
 from eagle_trace_analysis.comparison.result import Diff
@@ -25,6 +25,8 @@ from eagle_trace_analysis.replay.recorded import Recorded
 
 Int = NDArray[np.int64]
 Real = NDArray[Any]
+#: rows [R], layers [M] and their values [R, M, C] on the sampled channels
+Sampled = tuple[Int, Int, Real]
 ROWS = 192
 #: a candidate is named only if it is this much nearer than the one it should be
 CLEARLY = 0.5
@@ -137,12 +139,20 @@ class Features:
         return all(self.matrix[k, k] <= self.allowed[site] for k, site in enumerate(self.sites))
 
     @cached_property
-    def layers(self) -> tuple[Int, Int, Real] | None:
+    def layers(self) -> Sampled | None:
         """Every layer of the target on 64 channels: rows (indices of `serve_keys`) [R], layers [M], values
         [R, M, C]; None if the train trace holds no such table.
         """
-        trace = self.train.trace
-        table = trace.table("layers")
+        return self._sampled("sample")
+
+    @cached_property
+    def branches(self) -> Sampled | None:
+        """What the layer before each of them added last to the stream, as `layers`; None for an older trace."""
+        return self._sampled("branch")
+
+    def _sampled(self, column: str) -> Sampled | None:
+        table = self.train.trace.table("layers")
+        table = table.filter(pc.is_valid(table.column(column)))
         if not table.num_rows:
             return None
         table = table.filter(pc.is_in(table.column("prompt_id"), value_set=_array(self.train_keys.prompt_id)))
@@ -153,9 +163,8 @@ class Features:
         for start in range(0, len(order) - len(layers) + 1, len(layers)):
             at = order[start]
             place[int(prompt[at]), int(root[at])] = start
-        flat = table.column("sample").combine_chunks()
-        width = len(flat.values) // max(1, table.num_rows)
-        samples = flat.values.to_numpy(zero_copy_only=False).reshape(-1, width)
+        flat = table.column(column).combine_chunks().flatten()
+        samples = flat.to_numpy(zero_copy_only=False).reshape(table.num_rows, -1)
         wanted = list(zip(self.train_keys.prompt_id.tolist(), self.train_keys.root.tolist(), strict=True))
         rows = np.array([row for row, key in enumerate(wanted) if key in place], dtype=np.int64)
         if not rows.size:
@@ -168,11 +177,25 @@ class Features:
         """The target layer nearest to features x [T, G] (rows of `serve_keys`): its number (Hugging Face
         `hidden_states[i]`; the number of layers + 1 stands for after the final norm), its error, and all.
         """
-        if self.layers is None:
+        return self._nearest(x, self.layers)
+
+    def nearest_part(self, x: Real, *, branch: bool) -> tuple[int, float, dict[int, float]] | None:
+        """The same among the parts that a layer's input is the sum of: what the layer before it added last, or the
+        stream that was added to.
+        """
+        if self.layers is None or self.branches is None:
             return None
-        rows, layers, values = self.layers
-        channels = sample_channels(x.shape[1])
-        if len(channels) != values.shape[2]:
+        if branch:
+            return self._nearest(x, self.branches)
+        (rows, all_layers, values), (_, layers, added) = self.layers, self.branches
+        return self._nearest(x, (rows, layers, values[:, np.searchsorted(all_layers, layers)] - added))
+
+    def _nearest(self, x: Real, among: Sampled | None) -> tuple[int, float, dict[int, float]] | None:
+        if among is None:
+            return None
+        rows, layers, values = among
+        channels = self.train.trace.layer_channels(x.shape[1])
+        if len(channels) != values.shape[2] or channels.max(initial=0) >= x.shape[1]:
             return None
         mine = x[rows][:, channels]
         errors = {int(n): channel_error(mine, values[:, at]) for at, n in enumerate(layers)}

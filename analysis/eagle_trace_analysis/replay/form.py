@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from eagle_trace_analysis.checkpoint.subject import is_speculators, nested_config
-from eagle_trace_analysis.engines.sglang import engine
+from eagle_trace_analysis.engines import SGLANG, Engine
+from eagle_trace_analysis.trainers import Trainer, trainer_of
+from eagle_trace_analysis.trainers.base import flat_training
 
 Float64 = NDArray[np.float64]
 
@@ -26,6 +28,8 @@ class Rope:
         partial: share of the head that is rotated.
         parameters: what else `kind` needs, by transformers' names.
         interleaved: rotate neighbouring elements instead of the two halves of a head.
+        rounded: what of the tables was rounded to bfloat16 before they were computed: ``""`` for nothing,
+            ``frequencies``, or ``angles`` for frequencies, positions and their products.
     """
 
     theta: float = 10000.0
@@ -33,6 +37,19 @@ class Rope:
     partial: float = 1.0
     parameters: Mapping[str, Any] = field(default_factory=dict)
     interleaved: bool = False
+    rounded: str = ""
+
+    def angles(self, positions: NDArray[np.integer[Any]], head_dim: int) -> tuple[Float64, float] | None:
+        """Angles of some positions [T, rotated / 2], and the factor on cos and sin; None for a kind not known here."""
+        found = self.frequencies(head_dim)
+        if found is None:
+            return None
+        frequency, place = found[0][None, :], positions[:, None].astype(np.float64)
+        if self.rounded:
+            frequency = _bfloat16(frequency)
+        if self.rounded == "angles":
+            return _bfloat16(_bfloat16(place) * frequency), found[1]
+        return place * frequency, found[1]
 
     def frequencies(self, head_dim: int) -> tuple[Float64, float] | None:
         """Angles a position [rotated / 2] and the factor on cos and sin; None for a kind not known here.
@@ -56,7 +73,12 @@ class Rope:
         text = f"theta {self.theta:g}" + ("" if self.kind == "default" else f", {self.kind}")
         text += f" x {self.parameters['factor']:g}" if "factor" in self.parameters else ""
         text += "" if self.partial == 1 else f", {self.partial:g} of each head"
+        text += f", {self.rounded} rounded to bfloat16" if self.rounded else ""
         return text + (", interleaved" if self.interleaved else "")
+
+
+def _bfloat16(values: Float64) -> Float64:
+    return values.astype(np.float32).astype(ml_dtypes.bfloat16).astype(np.float64)
 
 
 def _llama3(base: Float64, given: Mapping[str, Any]) -> Float64:
@@ -93,6 +115,7 @@ class Form:
         norm_before_residual: the residual stream starts from the normed hidden state.
         norm_before_fc, fc_norm: norms on the target features (all of them together, or each).
         norm_output: the normed stream is carried to the next step.
+        head_norm: the head reads the normed stream.
         norm_offset: norms scale by 1 + w instead of w.
         window: tokens a query sees, itself included; None for all.
         layer_ids: target layers fed, by their inputs (Hugging Face `hidden_states[i]`); None if not named.
@@ -108,56 +131,56 @@ class Form:
     norm_before_fc: bool = False
     fc_norm: bool = False
     norm_output: bool = False
+    head_norm: bool = True
     norm_offset: bool = False
     window: int | None = None
     layer_ids: tuple[int, ...] | None = None
     target_width: int = 0
 
 
-def rope_of(config: Mapping[str, Any], *, trained: bool = False) -> Rope:
-    """The rotary embedding of a decoder config, as the engine builds it or (`trained`) transformers."""
-    settings = engine.trained_rope(config) if trained else engine.rope_settings(config)
+def rope_of(config: Mapping[str, Any], engine: Engine = SGLANG, trainer: Trainer | None = None) -> Rope:
+    """The rotary embedding of a decoder config, as the engine builds it or, given a trainer, as it was trained."""
+    settings = engine.rope_settings(config)
+    if trainer is not None:
+        settings = trainer.rope(config, settings)
     known = ("rope_theta", "rope_type", "partial_rotary_factor")
     rest = {key: value for key, value in settings.items() if key not in known}
     kind, theta = str(settings["rope_type"]), float(settings["rope_theta"])
     return Rope(theta, kind, float(settings["partial_rotary_factor"]), rest)
 
 
-def form_of(config: Mapping[str, Any]) -> Form:
-    """The form of a draft's config, speculators' (nested) or SGLang's (flat).
+def form_of(config: Mapping[str, Any], engine: Engine = SGLANG) -> Form:
+    """The form of a draft's config, a trainer's or a server's (flat).
 
     Raises:
         CheckpointError, KeyError, TypeError, ValueError: the config does not describe a decoder.
     """
-    nested = is_speculators(config)
-    layer = engine.with_defaults(nested_config(config) if nested else config)
-    if nested:
-        ids = config.get("eagle_aux_hidden_state_layer_ids")
-        flags = {name: bool(config.get(name)) for name in ("norm_before_fc", "fc_norm", "norm_output")}
-        residual, window = bool(config.get("norm_before_residual")), _window(layer)
+    trainer = trainer_of(config)
+    if trainer is not None:
+        training = trainer.training_of(config)
+        layer, ids = engine.with_defaults(training.decoder), training.layer_ids
+        window = trainer.window(layer)
     else:
-        ids = engine.captured_inputs(config, None, None)
-        flags = {
-            "norm_before_fc": engine.norm_before_fc(config),
-            "fc_norm": engine.fc_norm(config),
-            "norm_output": bool(config.get("norm_output")),
-        }
-        residual, window = False, None
+        training = replace(
+            flat_training(config),
+            norm_before_residual=False,
+            norm_before_fc=engine.norm_before_fc(config),
+            fc_norm=engine.fc_norm(config),
+        )
+        layer, ids, window = engine.with_defaults(config), engine.captured_inputs(config, None, None), None
     return Form(
         eps=float(layer["rms_norm_eps"]),
-        rope=rope_of(layer, trained=nested),
+        # the next two are what a trainer was seen to do; no config that is deployed says it
+        rope=replace(rope_of(layer, engine, trainer), rounded=str(config.get("rope_rounded") or "")),
+        head_norm=config.get("head_norm") is not False,
         heads=int(layer["num_attention_heads"]),
         kv_heads=int(layer["num_key_value_heads"]),
         head_dim=int(layer["head_dim"]),
-        norm_before_residual=residual,
+        norm_before_residual=training.norm_before_residual,
+        norm_before_fc=training.norm_before_fc,
+        fc_norm=training.fc_norm,
+        norm_output=training.norm_output,
         window=window,
         layer_ids=tuple(int(i) for i in ids) if ids else None,
         target_width=int(config.get("target_hidden_size") or layer["hidden_size"]),
-        **flags,
     )
-
-
-def _window(layer: Mapping[str, Any]) -> int | None:
-    kinds = layer.get("layer_types")
-    slides = isinstance(kinds, list) and "sliding_attention" in kinds
-    return int(layer["sliding_window"]) if slides and layer.get("sliding_window") else None

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from eagle_trace.capture import DTYPES
 from eagle_trace_analysis.checkpoint.files import Checkpoint, StoredTensor, as_float32
-from eagle_trace_analysis.engines.sglang import engine
+from eagle_trace_analysis.engines import SGLANG, Engine
 
 Int = NDArray[np.int64]
 Real = NDArray[Any]
@@ -103,7 +103,9 @@ class Weights:
         return wide
 
 
-def weights_of(checkpoint: Checkpoint, dtype: str, embedding: StoredTensor | None = None) -> Weights:
+def weights_of(
+    checkpoint: Checkpoint, dtype: str, embedding: StoredTensor | None = None, engine: Engine = SGLANG
+) -> Weights:
     """Weights of a draft checkpoint; `embedding` (the target's) stands in if the draft ships none."""
     tensors = {engine.canonical_name(tensor.name): tensor for tensor in checkpoint.tensors.values()}
     if embedding is not None:

@@ -77,10 +77,12 @@ def _print_finding(finding: Finding, console: Console) -> None:
         body = Text(printable(finding.evidence)).wrap(console, max(console.width - indent, 30))
         for number, part in enumerate(body):
             head = line[:indent] if number == 0 else Text(" " * indent)
+            part.rstrip()
             console.print(head + part, soft_wrap=True)
     else:
         console.print(line, soft_wrap=True)
     if finding.fix:
         cause = f" [{finding.cause}]" if finding.cause else ""
         for part in Text(printable(f"fix{cause}: {finding.fix}")).wrap(console, max(console.width - indent, 30)):
+            part.rstrip()
             console.print(Text(" " * indent) + part, soft_wrap=True)

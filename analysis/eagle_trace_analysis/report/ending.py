@@ -34,10 +34,10 @@ def ending(diff: Diff, answer: Sequence[Text], console: Console, next_command: s
     """
     lines = [one for one in answer if one.plain]
     if diff.incomparable is not None:
-        lines = [lines[0], *_cut(diff.incomparable, console, MOST_LINES - 5, indent=0)]
+        lines = [lines[0], *_cut(diff.incomparable, console, MOST_LINES - 6, indent=0), *lines[2:]]
     if (accept := accept_line(diff)) and diff.incomparable is None:
         lines.append(Text(accept))
-    last = [_next(next_command, console)] if next_command else []
+    last = [*_gate(diff, console), *([_next(next_command)] if next_command else [])]
     if diff.diagnosis is not None:
         lines += _causes(diff.diagnosis, console, MOST_LINES - len(lines) - len(last), diff.verdict)
     return [*lines, *last]
@@ -116,7 +116,22 @@ def _cut(text: str, console: Console, most: int, *, style: str = "", indent: int
     return [Text(" " * indent) + Text(part, style=style) for part in parts]
 
 
-def _next(command: str, console: Console) -> Text:
+def _gate(diff: Diff, console: Console) -> list[Text]:
+    """What was asked beyond agreement, and whether it holds, in one line or two."""
+    gate = diff.gate
+    if gate is None or diff.incomparable is not None:
+        return []
+    if gate.failures:
+        more = f" ({len(gate.failures)} things, this first)" if len(gate.failures) > 1 else ""
+        return _cut(f"gate: failed{more}: {gate.failures[0].text}", console, 2, style="bold red", indent=0)
+    if gate.unknown is not None:
+        return _cut(f"gate: not known: {gate.unknown}", console, 2, style="bold yellow", indent=0)
+    asked = [f"accept length within {gate.max_drop:.1%}"] if gate.max_drop is not None else []
+    asked += ["nothing worse than in the baseline"] if gate.baseline is not None else []
+    return [Text(f"gate: passed: {' and '.join(asked)}", style="bold green")]
+
+
+def _next(command: str) -> Text:
     """The next command, which is never cut: it is there to be copied."""
     return Text("next: ", style="bold") + Text(printable(command))
 

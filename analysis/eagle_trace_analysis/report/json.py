@@ -43,10 +43,15 @@ def to_json(diff: Diff) -> dict[str, Any]:
         "benign": [asdict(note) for note in diff.benign],
         "notes": [asdict(note) for note in diff.notes],
         "tolerance": diff.tolerance,
+        "gate": _gate(diff),
         "sites": [_site(result) for result in diff.sites],
         "traces": {side: dict(facts) for side, facts in diff.traces.items()},
     }
     return _strict(data)  # type: ignore[no-any-return]
+
+
+def _gate(diff: Diff) -> dict[str, Any] | None:
+    return None if diff.gate is None else asdict(diff.gate) | {"passed": diff.exit_status == 0}
 
 
 def to_json_text(diff: Diff) -> str:

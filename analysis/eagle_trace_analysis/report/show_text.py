@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
@@ -108,7 +109,7 @@ def _print_sites(sites: Sequence[Mapping[str, Any]], console: Console) -> None:
 
 
 def _print_prompts(prompts: Mapping[str, Any], console: Console) -> None:
-    lines = []
+    lines: list[str | Sequence[str]] = []
     for one in prompts["listed"]:
         cached = f" ({one['cached_tokens']} from the prefix cache)" if one["cached_tokens"] else ""
         aborted = ", aborted" if one["finish_reason"] == "abort" else ""
@@ -116,7 +117,7 @@ def _print_prompts(prompts: Mapping[str, Any], console: Console) -> None:
             f"{one['prompt_id']} {one['prompt_key']}: {one['prompt_tokens']} tokens{cached}, "
             f"{one['tokens'] - one['prompt_tokens']} behind it{aborted}"
         )
-        lines.append(f"  {shorten(' '.join(one['token_texts']), 300)}")
+        lines.append(["", *_first(one["token_texts"], 300)])
         if one["output"]:
             lines.append(f"  -> {shorten(json.dumps(one['output'], ensure_ascii=False), 160)}")
     if (more := prompts["count"] - len(prompts["listed"])) > 0:
@@ -125,13 +126,11 @@ def _print_prompts(prompts: Mapping[str, Any], console: Console) -> None:
 
 
 def _print_rounds(rounds: Mapping[str, Any], console: Console) -> None:
-    lines = []
+    lines: list[str | Sequence[str]] = []
     for one in rounds["listed"]:
-        proposed, accepted = " ".join(one["proposed"]), " ".join(one["accepted"]) or "nothing"
-        lines.append(
-            f"prompt {one['prompt_id']}, round {one['round']}, root {one['root']}: "
-            f"{proposed} -> accepted {accepted}, then {one['bonus'] or '-'}"
-        )
+        place = f"prompt {one['prompt_id']}, round {one['round']}, root {one['root']}:".split()
+        accepted = [*one["accepted"][:-1], f"{one['accepted'][-1]},"] if one["accepted"] else ["nothing,"]
+        lines.append([*place, *one["proposed"], "->", "accepted", *accepted, "then", one["bonus"] or "-"])
     if (more := rounds["count"] - len(rounds["listed"])) > 0:
         lines.append(f"and {more} more: --format json --limit {rounds['count']} lists them")
     _section(console, "verify rounds: proposed -> accepted, then the target's own token", lines)
@@ -175,13 +174,41 @@ def _print_values(title: str, values: Sequence[float], console: Console) -> None
     _section(console, title, lines)
 
 
-def _section(console: Console, title: str, lines: Sequence[str]) -> None:
+def _section(console: Console, title: str, lines: Sequence[str | Sequence[str]]) -> None:
+    """A title and its lines; of a line that is a list of words, none is broken, whatever spaces are in it."""
     if not lines:
         return
     console.print()
     console.print(Text(title, style="bold"))
     for line in lines:
-        console.print(Padding(Text(printable(line)), (0, 0, 0, 2)))
+        if isinstance(line, str):
+            console.print(Padding(Text(printable(line)), (0, 0, 0, 2)))
+            continue
+        for part in _filled(line, console.width - 2):
+            console.print(Text(f"  {part}"), soft_wrap=True)
+
+
+def _filled(words: Sequence[str], width: int) -> list[str]:
+    """`words` in lines of at most `width` columns (a longer word has a line of its own)."""
+    lines = [""]
+    for number, word in enumerate(map(printable, words)):
+        longer = f"{lines[-1]} {word}" if number else word
+        if cell_len(longer) > width and lines[-1].strip():
+            lines.append(word)
+        else:
+            lines[-1] = longer
+    return lines
+
+
+def _first(words: Sequence[str], length: int) -> list[str]:
+    """As many of `words` as fit in `length` characters, with dots for the others."""
+    shown: list[str] = []
+    for word in words:
+        length -= len(word) + 1
+        if length < 0:
+            return [*shown, "..."]
+        shown.append(word)
+    return shown
 
 
 def _line(console: Console, words: str, style: str = "") -> None:

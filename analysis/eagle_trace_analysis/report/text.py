@@ -122,6 +122,7 @@ def _print_before(diff: Diff, console: Console, cut: list[str], *, sites: str, v
         ("traces", _traces(diff)),
         ("notes", [f"{note.name}: {note.text}" for note in diff.notes if verbose or note.name not in _QUIET]),
         ("behind it", _behind(diff) if verbose else []),
+        ("gate", _gate(diff, verbose)),
         ("parts here too, independently", [f"{_where(one)}: {one.why}" for one in diff.frontier[1:]]),
         ("why", _unique([*cut, *([] if _said_already(diff) and not verbose else _why(diff))])),
     )
@@ -132,6 +133,16 @@ def _print_before(diff: Diff, console: Console, cut: list[str], *, sites: str, v
             if diff.verdict == "agree":
                 _sections(console, (("every step by itself", _by_itself(diff, diff.diagnosis)),), roles)
     _sections(console, short, roles)
+
+
+def _gate(diff: Diff, verbose: bool) -> list[str]:
+    """What fails a gate, in full."""
+    failures = () if diff.gate is None else diff.gate.failures
+    if len(failures) == 1 and not verbose:
+        return []  # the ending says it
+    left = 0 if verbose else max(0, len(failures) - SHORT)
+    more = [f"and {left} more; --verbose lists them"] if left else []
+    return [f"{one.name}: {one.text}" for one in failures[: len(failures) - left]] + more
 
 
 def _said_already(diff: Diff) -> bool:

@@ -11,3 +11,8 @@ if os.environ.get("EAGLE_TRACE_TEST_DISK"):
     from tests.support import disk_faults
 
     disk_faults.hook()
+
+if os.environ.get("EAGLE_TRACE_TEST_NEVER_CAPTURES"):
+    from tests.support import never_captures
+
+    never_captures.hook()

@@ -46,7 +46,7 @@ class Server:
     def __init__(self, out: Path, place: Place, level: str = "values", **selection: str) -> None:
         torch.manual_seed(0)
         prepare_output(out)
-        order = Order(str(out), Admission(match="r*", requests=2), level, selection=Selection.parse(**selection))
+        order = Order(str(out), Admission(match="r*", requests=2), level=level, selection=Selection.parse(**selection))
         hot = torch.arange(VOCABULARY) * 3
         self.out, self._place = out, place
         self.writer = TraceWriter(out, Manifest("serve", level, "sglang"))

@@ -14,15 +14,18 @@ from typing import Any
 from eagle_trace.recording import names as recorded
 from eagle_trace_analysis.engines.sglang import accepts
 
-ENGINE = "SGLang 0.5.23"
+NAME, TITLE = "sglang", "SGLang"
+ENGINE = f"{TITLE} 0.5.23"
 #: what a stored name means, and what a fused tensor fills: the same for the recorders
 canonical_name = recorded.canonical_name
 STACKED = recorded.FUSED
 ARCHITECTURE = "LlamaForCausalLMEagle3"
-#: what vLLM calls a draft with the very same layer
-VLLM_NAMES = frozenset({
-    "Eagle3LlamaForCausalLM", "Eagle3Qwen3ForCausalLM", "Eagle3Qwen2_5vlForCausalLM", "Eagle3Qwen3vlForCausalLM",
-})  # fmt: skip
+#: what other engines call a draft with the very same layer
+OTHER_NAMES = {
+    "vLLM": frozenset({
+        "Eagle3LlamaForCausalLM", "Eagle3Qwen3ForCausalLM", "Eagle3Qwen2_5vlForCausalLM", "Eagle3Qwen3vlForCausalLM",
+    }),
+}  # fmt: skip
 
 #: no draft has more layers; a config that counts more is wrong, and its parameters are not all listed
 MOST_LAYERS = 1000
@@ -94,19 +97,15 @@ def rope_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in rope.items() if value is not None}
 
 
-def trained_rope(layer: Mapping[str, Any]) -> dict[str, Any]:
-    """The rotary embedding that a decoder config stands for in training, in the form of `rope_settings`.
-
-    transformers' llama layer rotates whole heads, whatever share its config names.
-    """
-    whole = {"partial_rotary_factor": 1.0} if layer.get("model_type", "llama") == "llama" else {}
-    return rope_settings(layer) | whole
-
-
 def eagle_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The `eagle_config` object of a flat config (empty if there is none)."""
     value = config.get("eagle_config")
     return value if isinstance(value, Mapping) else {}
+
+
+def layer_ids(config: Mapping[str, Any]) -> Any:
+    """The layer ids that the engine reads, as they stand in the config; it reads none at the top level."""
+    return eagle_config(config).get("eagle_aux_hidden_state_layer_ids")
 
 
 def uses_aux_hidden_state(config: Mapping[str, Any]) -> bool:
@@ -119,7 +118,7 @@ def num_aux_hidden_states(config: Mapping[str, Any]) -> int:
     explicit = config.get("num_aux_hidden_states")
     if explicit is not None:
         return int(explicit)
-    return len(eagle_config(config).get("eagle_aux_hidden_state_layer_ids") or ()) or 3
+    return len(layer_ids(config) or ()) or 3
 
 
 def fed_width(config: Mapping[str, Any]) -> int:
@@ -128,7 +127,7 @@ def fed_width(config: Mapping[str, Any]) -> int:
     width = int(full.get("target_hidden_size", full["hidden_size"]))
     if not uses_aux_hidden_state(full):
         return width
-    return width * (len(eagle_config(full).get("eagle_aux_hidden_state_layer_ids") or ()) or 3)
+    return width * (len(layer_ids(full) or ()) or 3)
 
 
 def skips_fc(config: Mapping[str, Any]) -> bool:
@@ -147,7 +146,7 @@ def fc_norm(config: Mapping[str, Any]) -> bool:
 
 
 def default_inputs(layers: int) -> list[int]:
-    """speculators' own choice of the target's layers, which is the engine's guess as well."""
+    """The engine's guess, which is what trainers take as well."""
     return [2, layers // 2, layers - 3]
 
 
@@ -161,18 +160,22 @@ def captured_inputs(config: Mapping[str, Any], layers: int | None, target_archit
         layers: number of the target's layers.
         target_architecture: the target's class; None takes the rule of most classes (id + 1).
     """
-    own = eagle_config(config)
-    if "eagle_aux_hidden_state_layer_ids" not in own or own["eagle_aux_hidden_state_layer_ids"] is None:
-        # ids at the top level of the config are not read
+    named = layer_ids(config)
+    if named is None:
         later = int(target_architecture in DEFAULT_ONE_LATER)
         return None if layers is None else [i + later for i in default_inputs(layers)]
-    ids = [int(i) for i in own["eagle_aux_hidden_state_layer_ids"]]
+    ids = [int(i) for i in named]
     if target_architecture in SHIFT_IF_FIRST_IS_1 and ids and ids[0] != 1:
         return sorted(ids)
     if target_architecture in FINAL_STATE_TARGETS and ids and max(ids) == layers:
         return sorted(ids)
     # layers are captured as they run, whatever the order of the list
     return sorted(i + 1 for i in ids)
+
+
+def last_input(layers: int, target_architecture: str | None) -> int:
+    """The last layer of a target whose input can be fed; that behind the last one is the final hidden state."""
+    return layers if target_architecture in FINAL_STATE_TARGETS else layers - 1
 
 
 def ids_that_capture(inputs: Sequence[int], layers: int | None, target_architecture: str | None) -> list[int] | None:
@@ -204,11 +207,6 @@ def copied_from_training(ids: Sequence[int]) -> int | None:
     """Whether serving ids look like speculators' default, copied as it is: the number of layers it fits, or None."""
     counted = ids[-1] + 3 if ids else 0
     return counted if counted >= 8 and list(ids) == default_inputs(counted) else None
-
-
-def differ_by_padding(one: int, other: int) -> bool:
-    """Whether two vocabulary sizes may be those of one tokenizer, padded differently (151,669 and 151,936)."""
-    return abs(one - other) <= 0.02 * max(one, other) or -(-one // 64) == -(-other // 64)
 
 
 def parameters(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:

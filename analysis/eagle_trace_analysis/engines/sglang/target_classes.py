@@ -116,15 +116,22 @@ NO_CAPTURE = _names(
 )
 
 
-def is_known(name: str) -> bool:
+def is_known_target(name: str) -> bool:
     """Whether the engine has a class of this name."""
     return name in SERVES or name in NO_EMBEDDING or name in NO_CAPTURE
+
+
+def feeds_since(name: str) -> str | None:
+    """The release from which on a target class feeds EAGLE-3 drafts (empty: as far back as is known); None if none."""
+    if name not in SERVES:
+        return None
+    return next((release for release, names in SINCE.items() if name in names), "")
 
 
 def target_class(architectures: Any) -> str | None:
     """The class SGLang serves a target with: of those its config names the first that is known here, else the first."""
     names = [name for name in architectures or () if isinstance(name, str)]
-    return next((name for name in names if is_known(name)), next(iter(names), None))
+    return next((name for name in names if is_known_target(name)), next(iter(names), None))
 
 
 def why_it_cannot_serve(name: str, draft: Mapping[str, Any]) -> str | None:

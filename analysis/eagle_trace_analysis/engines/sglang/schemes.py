@@ -16,9 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from eagle_trace.errors import CheckpointError
-from eagle_trace_analysis.checkpoint.export import QUANTISATION_FILE
 from eagle_trace_analysis.engines.sglang import engine
 
+#: where ModelOpt says how a draft is quantised
+QUANTISATION_FILE = "hf_quant_config.json"
+SIDE_FILES = (QUANTISATION_FILE,)
 #: every method the engine knows on a CUDA GPU, and the names it overrides on the way
 METHODS = frozenset({
     "fp8", "mxfp8", "minimax_m3_nvfp4", "blockwise_int8", "modelopt", "modelopt_fp8", "modelopt_fp4", "nvfp4_online",
@@ -66,6 +68,10 @@ class Scheme:
         place = PLACES.get(module.split(".", 2)[2] if module.count(".") > 1 else "")
         return place is not None and not self._ignores(place)
 
+    def name_of(self, module: str) -> str:
+        """What the class calls a matrix of a decoder layer, by which it can be excepted."""
+        return PLACES.get(module.split(".", 2)[-1], module)
+
     def torn(self) -> list[str]:
         """Fused matrices of which the config excepts some parts and not all: the engine stops at these."""
         if self.method == "compressed-tensors" or self.method.startswith(("awq", "gptq")):
@@ -74,6 +80,10 @@ class Scheme:
         places = dict.fromkeys([*PLACES.values(), "model.self_attn.qkv_proj", "model.mlp.gate_up_proj"])
         found = [(place, [self._excepts(name) for name in parts_of(place)]) for place in places]
         return [place for place, excepted in found if any(excepted) and not all(excepted)]
+
+    def parts_of(self, place: str) -> list[str]:
+        """The matrices that a fused one of `torn` is made of."""
+        return parts_of(place)
 
     def _ignores(self, place: str) -> bool:
         if self.method == "compressed-tensors":
@@ -148,7 +158,7 @@ def _block(size: Any) -> int:
     return rows if type(rows) is int and rows > 0 else 1
 
 
-def refused(said: Mapping[str, Any]) -> tuple[str, str] | None:
+def quantisation_refused(said: Mapping[str, Any]) -> tuple[str, str] | None:
     """Why the engine does not start with a quantisation config (or what it takes it for), and the way out."""
     named, algorithm = str(said.get("quant_method") or ""), str(said.get("quant_algo") or "").upper()
     method = named.lower()

@@ -1,0 +1,166 @@
+"""`eagle-trace compare` on the demo pair and the real hosts: healthy, faulty, dying, killed, one server and two."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+from typer.testing import CliRunner, Result
+
+from eagle_trace import open_trace
+from eagle_trace.cli.main import app
+from eagle_trace.jobs.comparison import Comparison
+from tests.support import faults
+from tests.support.attached import server
+from tests.support.endings import ending_of
+from tests.support.pairs import DRAFT, TARGET
+from tests.support.warm.start import Warm
+
+pytestmark = pytest.mark.integration
+
+Compare = Callable[..., Result]
+
+
+@pytest.fixture
+def compare(four_prompts: Path, warm: Warm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Compare:
+    """Run the command on the demo's target and four prompts; what is not kept goes to a cache of this test's own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+    def run(*words: object, prompts: bool = True) -> Result:
+        given = ["--target", TARGET, "--max-new-tokens", "16", *(("--prompts", four_prompts) if prompts else ())]
+        with warm():
+            return CliRunner().invoke(app, ["compare", *map(str, [*given, *words])])
+
+    return run
+
+
+def changed(deployed: Path, out: Path, change: Callable[[Any], object]) -> Path:
+    """A copy of the deployed folder with another config."""
+    shutil.copytree(deployed, out)
+    config = json.loads((out / "config.json").read_text())
+    change(config)
+    (out / "config.json").write_text(json.dumps(config))
+    return out
+
+
+def test_a_trained_draft_alone_is_exported_and_agrees(compare: Compare, tmp_path: Path) -> None:
+    done = compare("--trained", DRAFT, prompts=False)
+    assert done.exit_code == 0, done.output
+    last = ending_of(done.stdout)
+    assert last[0].startswith("agree: ")
+    assert last[-1].startswith("next: eagle-trace compare --keep compared ") or "--keep" in last[-1]
+    assert len(last) <= 12
+    assert "eight prompts of our own" in done.stderr
+    assert not list((tmp_path / "cache").rglob("*.trace")), "a finished comparison leaves nothing behind"
+
+
+def test_a_faulty_deployment_ends_with_its_cause_and_fix_and_is_used_again(
+    compare: Compare, deployed: Path, tmp_path: Path
+) -> None:
+    broken = changed(deployed, tmp_path / "broken", faults.single_layer_features)
+    words = ["--trained", DRAFT, "--deployed", broken, "--keep", tmp_path / "kept"]
+    done = compare(*words, "--report", tmp_path / "report.html")
+    assert done.exit_code == 1, done.output
+    last = ending_of(done.stdout)
+    assert last[0] == "diverged: train and serve first part at fused, step 0 (shape)"
+    assert any(line.startswith("cause: single-layer-features") for line in last)
+    assert any(line.startswith("  fix: set eagle_config.use_aux_hidden_state to true") for line in last)
+    assert last[-1] == f"next: eagle-trace diff {tmp_path}/kept/train.trace {tmp_path}/kept/serve.trace --verbose"
+    assert max(len(line) for line in done.stdout.splitlines() if not line.startswith("next: ")) <= 80
+    assert len(last) <= 12
+    assert "fused" in (tmp_path / "report.html").read_text()
+    before = [open_trace(tmp_path / "kept" / name).manifest.created for name in ("serve.trace", "train.trace")]
+    started = time.monotonic()
+    again = compare(*words)
+    assert time.monotonic() - started < 20
+    assert ending_of(again.stdout) == last
+    assert again.stderr.count("was recorded before from the same inputs") == 2
+    after = [open_trace(tmp_path / "kept" / name).manifest.created for name in ("serve.trace", "train.trace")]
+    assert after == before
+    assert "was recorded before" not in compare(*words, "--steps", "2").stderr, "other options are other inputs"
+
+
+def test_what_a_killed_run_recorded_is_used_again(
+    compare: Compare, deployed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    words = ["--trained", DRAFT, "--deployed", deployed]
+    with monkeypatch.context() as patch:
+        patch.setattr(Comparison, "_train", killed)
+        assert compare(*words).exit_code == 130
+    (left,) = (tmp_path / "cache").rglob("serve.trace")
+    recorded = open_trace(left).manifest.recording
+    done = compare(*words)
+    assert done.exit_code == 0, done.output
+    assert "serve.trace was recorded before from the same inputs: used again" in done.stderr
+    assert recorded
+    assert not left.exists()
+
+
+def test_a_check_that_no_server_gets_over_stops_it_before_anything_runs(
+    compare: Compare, deployed: Path, tmp_path: Path
+) -> None:
+    broken = changed(deployed, tmp_path / "null", lambda config: config.update(attention_bias=None))
+    done = compare("--trained", DRAFT, "--deployed", broken)
+    assert done.exit_code == 1, done.output
+    assert "not run: the check config failed" in done.stdout
+    assert "leave attention_bias out" in " ".join(done.stdout.split()) or "attention_bias" in done.stdout
+    assert "starting" not in done.stderr
+
+
+def test_a_server_that_dies_while_starting_is_explained_by_the_checks(
+    compare: Compare, deployed: Path, tmp_path: Path
+) -> None:
+    broken = changed(deployed, tmp_path / "narrow", lambda _: None)
+    tensors = load_file(broken / "model.safetensors")
+    save_file(
+        tensors | {"fc.weight": np.ascontiguousarray(tensors["fc.weight"][:, :256])}, broken / "model.safetensors"
+    )
+    done = compare("--trained", DRAFT, "--deployed", broken)
+    assert done.exit_code == 2, done.output
+    assert "SGLang ended before the recording was done" in done.stderr
+    assert "what check says of it: fc-width: fc.weight is [128, 256]" in done.stderr
+    assert "fix: " in done.stderr.strip().splitlines()[-1]
+    assert not list((tmp_path / "cache").rglob("serve.trace"))
+
+
+def test_a_deployed_folder_alone_is_its_own_reference(compare: Compare, deployed: Path) -> None:
+    done = compare("--deployed", deployed)
+    assert done.exit_code == 0, done.output
+    assert "what the deployed folder says is taken for the training" in done.stderr
+    assert "rows have a train row (100%)" in done.stdout
+
+
+def test_two_environments_are_compared_with_the_floors_of_the_training(
+    compare: Compare, deployed: Path, tmp_path: Path
+) -> None:
+    words = ["--trained", DRAFT, "--deployed", deployed, "--env", sys.executable, "--env", sys.executable]
+    done = compare(*words, "--keep", tmp_path / "kept", "--verbose")
+    assert done.exit_code == 0, done.output
+    last = ending_of(done.stdout)
+    assert last[0].startswith("agree: ")
+    assert "rows of B have one in A (100%)" in " ".join(last)
+    assert "lends the measured one" in " ".join(done.stdout.split())
+    assert {path.name for path in (tmp_path / "kept").glob("*.trace")} == {"serve.trace", "other.trace", "train.trace"}
+
+
+def test_a_server_that_runs_already_is_compared_with_the_training(
+    compare: Compare, deployed: Path, folder: Path, warm: Warm
+) -> None:
+    place = folder / "against"
+    place.mkdir()
+    chain = ["--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "4", "--disable-radix-cache"]
+    with warm(), server(place, TARGET, deployed, *chain, EAGLE_TRACE_REQUESTS="0") as running:
+        done = compare("--trained", DRAFT, "--against", running.url)
+    assert done.exit_code == 0, done.output
+    assert ending_of(done.stdout)[0].startswith("agree: ")
