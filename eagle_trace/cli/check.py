@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from eagle_trace_analysis.checkpoint.finding import CheckResult
 
 
 class CheckFormat(StrEnum):
@@ -42,20 +45,26 @@ def check(
     from eagle_trace.terminal import PlainConsole
     from eagle_trace_analysis.checkpoint.check import check as check_checkpoint
     from eagle_trace_analysis.engines import engine_named
-    from eagle_trace_analysis.report.check import render_brief, render_json, render_text
+    from eagle_trace_analysis.report.check import render_brief, render_text
 
     result = check_checkpoint(draft, target=target, reference=reference, engine=engine_named(engine))
-    if format in (CheckFormat.junit, CheckFormat.sarif):
-        from eagle_trace_analysis.report.cases import cases_of_check
-        from eagle_trace_analysis.report.junit import to_junit
-        from eagle_trace_analysis.report.sarif import to_sarif
-
-        suite = cases_of_check(result)
-        text = to_junit(suite) if format is CheckFormat.junit else to_sarif(suite, exit_status=result.exit_status)
-        typer.echo(text, nl=False)
-    elif format is CheckFormat.json:
-        typer.echo(render_json(result))
+    if format is not CheckFormat.text:
+        typer.echo(render_check_as(result, format), nl=False)
     else:
         (render_brief if quiet else render_text)(result, PlainConsole())
     if result.exit_status:
         raise typer.Exit(result.exit_status)
+
+
+def render_check_as(result: CheckResult, format: CheckFormat) -> str:
+    """A check in one of the formats for programs."""
+    if format is CheckFormat.json:
+        from eagle_trace_analysis.report.check import render_json
+
+        return render_json(result) + "\n"
+    from eagle_trace_analysis.report.cases import cases_of_check
+    from eagle_trace_analysis.report.junit import to_junit
+    from eagle_trace_analysis.report.sarif import to_sarif
+
+    suite = cases_of_check(result)
+    return to_junit(suite) if format is CheckFormat.junit else to_sarif(suite, exit_status=result.exit_status)

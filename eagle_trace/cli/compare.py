@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from eagle_trace.cli.diff import check_out, write_report
+from eagle_trace.cli.check import CheckFormat, render_check_as
+from eagle_trace.cli.diff import Format, check_out, render_as, write_report
 from eagle_trace.cli.progress import Progress
 from eagle_trace.cli.record import ADMIN_KEY, API_KEY, Level
 from eagle_trace.errors import EagleTraceError, HostError, UsageError
@@ -18,11 +20,14 @@ from eagle_trace.manifest import without_secrets
 from eagle_trace.printable import printable
 
 if TYPE_CHECKING:
-    from eagle_trace.jobs.comparison import Asked
+    from eagle_trace.jobs.comparison import Asked, Judged
     from eagle_trace.jobs.workspace import Workspace
     from eagle_trace.reader import Trace
     from eagle_trace_analysis import Diff
     from eagle_trace_analysis.checkpoint.finding import CheckResult, Finding
+
+_SUFFIXES = {".html": "html", ".json": "json", ".txt": "text", ".xml": "junit", ".sarif": "sarif"}
+Reports = Sequence[tuple[Path, Format]]
 
 
 def compare(
@@ -69,7 +74,13 @@ def compare(
     admin_api_key: Annotated[
         str | None, typer.Option(help="against: the server's admin key.", envvar=ADMIN_KEY)
     ] = None,
-    report: Annotated[Path | None, typer.Option(help="Write an HTML report, too.", show_default=False)] = None,
+    report: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="Write this file, too: .html, .json, .txt, .xml (JUnit) or .sarif. May be given several times.",
+            show_default=False,
+        ),
+    ] = None,
     keep: Annotated[
         Path | None, typer.Option(help="Keep traces and the exported draft in this folder.", show_default=False)
     ] = None,
@@ -88,6 +99,26 @@ def compare(
         float,
         typer.Option(min=0.0, max=1.0, help="Share of the server's comparable rows that must be matched to agree."),
     ] = 0.5,
+    tolerance: Annotated[
+        float, typer.Option(min=1.0, help="How many times its rounding floor the error of a site may be.")
+    ] = 4.0,
+    max_drop: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0,
+            max=1.0,
+            help="Fail if the accept length is lower than predicted by more than this share, e.g. 0.05.",
+            show_default=False,
+        ),
+    ] = None,
+    baseline: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TRACE",
+            help="A trace of this server from when all was well: fail only for what is worse than in it.",
+            show_default=False,
+        ),
+    ] = None,
     verbose: Annotated[
         bool, typer.Option("--verbose", "-v", help="All that was checked, compared, ruled out and not tested, too.")
     ] = False,
@@ -101,35 +132,55 @@ def compare(
 
     Stops before anything runs if a check fails that no server gets over. What a killed run recorded is used again.
 
-    Exit status: 0 they agree, 1 they diverge or such a check failed, 2 they could not be compared.
+    Exit status: 0 they agree, 1 they diverge or such a check failed, 2 they could not be compared; with --max-drop and
+    --baseline as `eagle-trace diff` (docs/gate.md).
     """
     # small matrices only: threads of BLAS would spin, on a busy machine for longer than they compute
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    from eagle_trace.jobs.comparison import Asked
+    from eagle_trace.jobs.comparison import Asked, Judged
     from eagle_trace.jobs.servers import Ask, servers_of
     from eagle_trace.jobs.workspace import open_workspace
 
-    if report is not None:
-        from eagle_trace_analysis.report.html import require_plotly
-
-        check_out(report, force=force)
-        require_plotly()
+    reports = [(path, _format_of(path, force=force)) for path in report or ()]
     servers = servers_of(host or (), env or (), against, {"api_key": api_key, "admin_api_key": admin_api_key})
     ask = Ask(
         steps, topk, draft_tokens, dtype, device, max_new_tokens, batch_size, temperature, level.value,
         tuple(server_args or ()),
     )  # fmt: skip
-    argv = tuple(without_secrets(sys.argv))
-    asked = Asked(target, trained, deployed, prompts, tuple(servers), ask, argv)
+    asked = Asked(target, trained, deployed, prompts, tuple(servers), ask, tuple(without_secrets(sys.argv)))
     asked.check()
+    judged = Judged(minimum_share, tolerance, max_drop, baseline)
+    if baseline is not None:
+        from eagle_trace.reader import open_trace
+
+        open_trace(baseline)  # found out now, not after the recording
     with open_workspace(keep, asked.identity()) as workspace:
-        result = _run(asked, workspace, quiet=quiet, verbose=verbose, minimum_share=minimum_share)
-        status = _tell(result, workspace, report, verbose=verbose) if not isinstance(result, int) else result
+        result = _run(asked, workspace, judged, reports, quiet=quiet, verbose=verbose)
+        status = result if isinstance(result, int) else _tell(result, workspace, reports, verbose=verbose)
     raise typer.Exit(status)
 
 
+def _format_of(path: Path, *, force: bool) -> Format:
+    """Format of a report by its file's name; refused now where it cannot be written."""
+    found = {
+        ".html": Format.html,
+        ".json": Format.json,
+        ".txt": Format.text,
+        ".xml": Format.junit,
+        ".sarif": Format.sarif,
+    }
+    if path.suffix not in found:
+        raise UsageError(f"--report {path}: the name says the format, and ends in {', '.join(found)}")
+    check_out(path, force=force)
+    if path.suffix == ".html":
+        from eagle_trace_analysis.report.html import require_plotly
+
+        require_plotly()
+    return found[path.suffix]
+
+
 def _run(
-    asked: Asked, workspace: Workspace, *, quiet: bool, verbose: bool, minimum_share: float
+    asked: Asked, workspace: Workspace, judged: Judged, reports: Reports, *, quiet: bool, verbose: bool
 ) -> int | tuple[Diff, Trace, Trace]:
     """Check, record, compare; an exit status where a check stops it."""
     from eagle_trace.jobs.comparison import Comparison, pointless
@@ -139,8 +190,12 @@ def _run(
         progress("checking the draft")
         checked = comparison.check()
         progress.clear()
-        _tell_check(checked, verbose=verbose)
-        if found := pointless(checked):
+        if checked is not None:
+            _tell_check(checked, verbose=verbose)
+        if checked is not None and (found := pointless(checked)):
+            for path, format in reports:
+                if format in (Format.junit, Format.sarif):
+                    write_report(path, render_check_as(checked, CheckFormat(format.value)))
             _tell_stopped(found)
             return 1
         try:
@@ -148,7 +203,7 @@ def _run(
         except EagleTraceError as error:
             progress.clear()
             raise _explained(error, checked, workspace) from error
-        return comparison.diff(reference, other, minimum_share=minimum_share), reference, other
+        return comparison.diff(reference, other, judged), reference, other
 
 
 def _tell_check(checked: CheckResult, *, verbose: bool) -> None:
@@ -167,12 +222,12 @@ def _tell_stopped(found: list[Finding]) -> None:
     render_stop(found, PlainConsole())
 
 
-def _explained(error: EagleTraceError, checked: CheckResult, workspace: Workspace) -> EagleTraceError:
+def _explained(error: EagleTraceError, checked: CheckResult | None, workspace: Workspace) -> EagleTraceError:
     """A recording that failed, with what the checks have to say of it, and what is kept of the run."""
     from eagle_trace.jobs.comparison import failures
 
     words = [str(error)]
-    if isinstance(error, HostError) and not isinstance(error, UsageError):
+    if isinstance(error, HostError) and checked is not None:
         found = failures(checked)
         words += [f"what check says of it: {one.name}: {one.evidence}\nfix: {one.fix}" for one in found]
         if not found:
@@ -182,15 +237,13 @@ def _explained(error: EagleTraceError, checked: CheckResult, workspace: Workspac
     return type(error)("\n".join(words))
 
 
-def _tell(result: tuple[Diff, Trace, Trace], workspace: Workspace, report: Path | None, *, verbose: bool) -> int:
+def _tell(result: tuple[Diff, Trace, Trace], workspace: Workspace, reports: Reports, *, verbose: bool) -> int:
     from eagle_trace_analysis.report.ending import next_command
     from eagle_trace_analysis.report.text import print_diff
 
     diff, reference, other = result
-    if report is not None:
-        from eagle_trace_analysis.report.html import render_html
-
-        write_report(report, render_html(diff, train=reference, serve=other))
+    for path, format in reports:
+        write_report(path, render_as(diff, reference, other, format))
     if workspace.kept:
         typer.echo(printable(f"Traces are kept in {workspace.folder}"), err=True)
         after = next_command(diff, reference, other)

@@ -170,12 +170,7 @@ def _print(result: Diff, train: Trace, serve: Trace, *, sites: str, verbose: boo
 
 def _write(result: Diff, train: Trace, serve: Trace, format: Format, out: Path | None, *, sites: str) -> None:
     """The report in a format for programs or files, to `out` or to standard output."""
-    if format is Format.html:
-        from eagle_trace_analysis.report.html import render_html
-
-        text = render_html(result, train=train, serve=serve)
-    else:
-        text = render_as(result, format, sites=sites)
+    text = render_as(result, train, serve, format, sites=sites)
     if out is None:
         sys.stdout.write(text)
         return
@@ -187,8 +182,12 @@ def _write(result: Diff, train: Trace, serve: Trace, format: Format, out: Path |
         print_ending(result, next_command=next_command(result, train, serve))
 
 
-def render_as(result: Diff, format: Format, *, sites: str = "diverged") -> str:
-    """A diff in one of the formats that need no traces any more."""
+def render_as(result: Diff, train: Trace, serve: Trace, format: Format, *, sites: str = "diverged") -> str:
+    """A diff of two traces in one of the formats."""
+    if format is Format.html:
+        from eagle_trace_analysis.report.html import render_html
+
+        return render_html(result, train=train, serve=serve)
     if format is Format.json:
         from eagle_trace_analysis.report.json import to_json_text
 

@@ -25,6 +25,8 @@ Progress = Callable[[str], None]
 
 #: checks of which a failure stops every server, or makes its answers those of another kind of model
 POINTLESS = ("format", "config", "target-class")
+#: servers that load a folder of speculators as it is
+_TAKE_TRAINED = ("vllm",)
 #: names in the workspace
 DEPLOYED, REFERENCE, PROMPTS = "deployed", "reference", "prompts.jsonl"
 TRAIN, SERVE, OTHER = "train.trace", "serve.trace", "other.trace"
@@ -78,6 +80,21 @@ class Asked:
         return {"target": self.target, "trained": self.trained, "deployed": self.deployed, "prompts": self.prompts}
 
 
+@dataclass(frozen=True)
+class Judged:
+    """What the two traces are asked for: see `eagle_trace_analysis.diff` and `eagle_trace_analysis.gate`.
+
+    Attributes:
+        minimum_share, tolerance, max_drop: as there.
+        baseline: place of the trace that the other one must not be worse than.
+    """
+
+    minimum_share: float = 0.5
+    tolerance: float = 4.0
+    max_drop: float | None = None
+    baseline: str | None = None
+
+
 class Comparison:
     """The steps of one comparison, in order: `check`, `record`, `diff`.
 
@@ -98,15 +115,24 @@ class Comparison:
 
     # ---- before anything runs
 
-    def check(self) -> CheckResult:
+    def check(self) -> CheckResult | None:
         """What can be said of the draft without running it; exports it first if there is only the trained one.
+
+        None if no server is of a host whose loader is written down here.
 
         Raises:
             CheckpointError: a folder cannot be read, or the trained draft cannot be exported.
         """
         from eagle_trace_analysis.checkpoint.check import check
+        from eagle_trace_analysis.engines import ENGINES
 
-        return check(self.served or self._trained, target=self.asked.target, reference=self.asked.trained)
+        hosts = [server.host or "sglang" for server in self.asked.servers]
+        engine = next((ENGINES[host] for host in hosts if host in ENGINES), None)
+        if engine is None:
+            self.progress(f"what {hosts[0]} loads is not written down here: nothing is checked before it starts")
+            return None
+        draft, trained = self.served or self._trained, self.asked.trained
+        return check(draft, target=self.asked.target, reference=trained, engine=engine)
 
     @property
     def served(self) -> Path | None:
@@ -115,6 +141,8 @@ class Comparison:
             return self.asked.deployed
         if all(isinstance(server, Running) for server in self.asked.servers):
             return None
+        if all(server.host in _TAKE_TRAINED for server in self.asked.servers):
+            return self._trained
         return self._exported()
 
     @property
@@ -211,7 +239,7 @@ class Comparison:
         if serve.manifest.recording and (found := self.workspace.find(TRAIN, inputs)) is not None:
             return self._again(TRAIN, found)
         self.workspace.forget(TRAIN)
-        find_host("trainer").record(
+        find_host("trainer", draft=draft).record(
             target=self.asked.target, draft=draft, out=place, prompts=None, replay=serve.path, features="compute",
             steps=None, dtype="auto", device=ask.device, level=ask.level, max_bytes=None, force=True,
             argv=list(self.asked.argv), progress=lambda message: self.progress(f"training: {message}"),
@@ -231,16 +259,18 @@ class Comparison:
 
     # ---- the answer
 
-    def diff(self, reference: Trace, other: Trace, *, minimum_share: float) -> Diff:
-        """Compare the two, and look for the cause."""
-        from eagle_trace_analysis import diff
-        from eagle_trace_analysis.diagnosis.diagnose import Checkpoints, diagnosed
+    def diff(self, reference: Trace, other: Trace, judged: Judged) -> Diff:
+        """Compare the two, look for the cause, and apply the gate."""
+        from eagle_trace_analysis.gate.compared import Compare
 
         self.progress("comparing")
-        found = diff(reference, other, minimum_share=minimum_share, floors=self.floors)
         served = self.asked.deployed
-        folders = Checkpoints(served if self.asked.two_servers else None, served, self.asked.target)
-        return diagnosed(found, reference, other, folders)
+        compare = Compare(
+            minimum_share=judged.minimum_share, tolerance=judged.tolerance, max_drop=judged.max_drop,
+            floors=self.floors, folders=(served if self.asked.two_servers else None, served, self.asked.target),
+        )  # fmt: skip
+        before = open_trace(judged.baseline) if judged.baseline is not None else None
+        return compare(reference, other, baseline=before)
 
 
 def pointless(result: CheckResult) -> list[Finding]:

@@ -45,11 +45,11 @@ class Workspace:
         """The recording `name` if it is whole and was made of `inputs`; None otherwise."""
         try:
             trace = open_trace(self.place(name))
-            if not self.holds(name, inputs, trace.manifest.recording):
-                return None
-            return None if trace.manifest.ended_early or trace.verify() else trace
+            known = self.holds(name, inputs, trace.manifest.recording)
+            whole = known and not (trace.manifest.ended_early or trace.unchecked or trace.verify())
         except EagleTraceError:
             return None  # nothing there, or nothing that can be used: it is recorded again
+        return trace if whole else None
 
     def holds(self, name: str, inputs: Mapping[str, Any], made: str) -> bool:
         """Whether `name`, now `made` (a recording's name, a folder's fingerprint), was noted as made of `inputs`."""

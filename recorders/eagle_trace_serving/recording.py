@@ -9,24 +9,22 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cache, partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from eagle_trace.capture import Array, Rows, Shard
+from eagle_trace.capture import Array, Shard
 from eagle_trace.prompts import prompts_digest
-from eagle_trace.recording.arrays import best_ids, capture_rows, to_rows
-from eagle_trace.sites import fused_slices
-from eagle_trace.sketch import Reduced
+from eagle_trace.recording.forward import Forward, Forwards
+from eagle_trace.recording.stage import Task
+from eagle_trace.streams import Part
 from eagle_trace.writer import TraceWriter
 from eagle_trace_serving.admission import Admitted
 from eagle_trace_serving.draft_rows import DraftCall, Index, RowTracker
 from eagle_trace_serving.orders import Order
-
-TOPK = 10
 
 
 @dataclass(frozen=True)
@@ -43,22 +41,6 @@ class Exchange:
     answer: Sequence[int] = ()
     finish_reason: str | None = None
     tokenizer: Any = None
-
-
-@dataclass
-class _Call:
-    """One forward of the draft that is being captured."""
-
-    facts: DraftCall
-    rows: Rows
-    index: Index
-    whole: bool
-    #: rows of the call that a tensor of fewer rows than tokens holds, one a request
-    picked: Index
-    captures: dict[str, Array | Reduced] = field(default_factory=dict)
-    #: sites of which there are only the rows `picked`
-    at_picked: set[str] = field(default_factory=set)
-    shapes: dict[str, tuple[list[int], str]] = field(default_factory=dict)
 
 
 class Recording(ABC):
@@ -82,17 +64,15 @@ class Recording(ABC):
     ) -> None:
         self.order = order
         self.writer = writer
-        self.calls = 0
-        self.rows = 0
-        self._shard_of = cache(shard_of)
-        self._wanted = cache(self._is_wanted)
-        self._target_width = target_width
-        self._target_ids = target_ids
+        ids = None if target_ids is None else target_ids()
+        self._forwards = Forwards(writer, order.selection, target_width, ids, shard_of)
+        self._stage = self._forwards.stage
         self._admitted = Admitted(order.admission)
         self._tracker = RowTracker()
         self._requests: dict[str, Any] = {}
         self._with_media = 0
-        self._call: _Call | None = None
+        self._call: Forward | None = None
+        self._mode, self._batch_size = "", 0
         # rows go out and the recording is closed from different threads
         self._lock = threading.Lock()
         self._closed = False
@@ -120,7 +100,8 @@ class Recording(ABC):
             return False
         if not self._admitted.take(rid, prompt):
             return False
-        self._tracker.admit(rid, self._admitted.ids[rid])
+        number = self._admitted.ids[rid]
+        self._stage.then(lambda: self._tracker.admit(rid, number))
         self._requests[rid] = request
         # written again when it has ended: a server that is killed in between leaves its rows with their prompt.
         # Digest and text of a long prompt take time, so the writer's thread makes them
@@ -131,7 +112,11 @@ class Recording(ABC):
         """Record nothing more of a request."""
         if rid in self._requests and rid not in self._admitted.ended:
             self._admitted.ended.add(rid)
-            self._tracker.leave(rid)
+            self._stage.then(lambda: self._tracker.leave(rid))
+
+    def _goes_on(self, rid: str) -> bool:
+        """Whether a request is recorded and has not ended. The tracker may be told of it later."""
+        return rid in self._requests and rid not in self._admitted.ended
 
     @property
     def done(self) -> bool:
@@ -143,7 +128,7 @@ class Recording(ABC):
         """Requests taken and ended, forwards and draft rows recorded so far."""
         admitted = self._admitted
         counts = {"requests": len(admitted.ids), "ended": len(admitted.ended)}
-        return counts | {"calls": self.calls, "rows": self.rows}
+        return counts | {"calls": self._forwards.calls, "rows": self._forwards.rows}
 
     @property
     def outcome(self) -> dict[str, Any]:
@@ -184,47 +169,45 @@ class Recording(ABC):
 
     def _is_recorded(self, rids: Sequence[str]) -> bool:
         """Whether a forward of these requests is one to capture."""
-        return self.writer.accepting and any(rid in self._tracker for rid in rids)
+        return self.writer.accepting and any(map(self._goes_on, rids))
 
-    def _begin_call(self, facts: DraftCall, picked: Index) -> None:
+    def _begin_call(
+        self,
+        mode: str,
+        rids: Sequence[str],
+        tokens: int,
+        facts: Callable[[], DraftCall],
+        *,
+        picked: Callable[[], Index],
+        lengths: Sequence[int] | None = None,
+    ) -> None:
         """The draft runs: take what is captured from now on as that of this forward.
 
         Args:
-            facts: what it is given.
-            picked: which rows a tensor of fewer rows than tokens holds, one per request [B].
+            mode: ``EXTEND``, ``DECODE`` or ``DRAFT_EXTEND_V2``; see `draft_rows`.
+            rids: the requests [B].
+            tokens: rows of the forward, T.
+            facts: says what it is given, once all that was kept so far is known.
+            picked: says which rows a tensor of fewer rows than tokens holds, one per request [B].
+            lengths: rows of each request, where that is known without asking a device [B].
         """
-        rows, index = self._tracker.rows(facts, self.calls)
-        if not self.order.selection.all_rows:
-            kept = np.flatnonzero(self.order.selection.mask(rows))
-            rows, index = rows.take(kept), index[kept]
-        self._call = _Call(facts, rows, index, len(index) == len(facts.input_ids), picked)
+        call = self._forwards.calls
+        candidates = self._rows_of(rids, lengths, tokens) if self._stage.late else None
+        self._call = self._forwards.open(
+            tokens, lambda: self._tracker.rows(facts(), call), candidates=candidates, picked=picked
+        )
+        self._mode, self._batch_size = mode, len(rids)
 
-    def _capture_fused(self, hidden: Any) -> None:
-        """Keep the target's features, side by side [T, n*G]."""
-        self.capture("fused", hidden)
-        if self._call is not None:
-            shapes = self._call.shapes
-            for name, columns in fused_slices(hidden.shape[-1], self._target_width):
-                shapes[name] = ([hidden.shape[0], columns.stop - columns.start], shapes["fused"][1])
+    def _rows_of(self, rids: Sequence[str], lengths: Sequence[int] | None, tokens: int) -> Index | None:
+        """Rows of the requests that are recorded; None for all rows, where nothing says which they are."""
+        if lengths is None or len(lengths) != len(rids) or sum(lengths) != tokens:
+            return None
+        return np.flatnonzero(np.repeat([self._goes_on(rid) for rid in rids], lengths))
 
     def capture(self, site: str, tensor: Any) -> None:
         """Keep the rows of a site of the open call; `tensor` is the host's own and is copied at once."""
-        call = self._call
-        if call is None:
-            return
-        shard, shape = self._shard_of(site), list(tensor.shape)
-        if shard is not None:
-            shape[-1] *= shard.count
-        call.shapes[site] = (shape, str(tensor.dtype).removeprefix("torch."))
-        if self.order.level == "shapes" or not self._wanted(site, tensor.shape[-1]):
-            return
-        if len(tensor) != len(call.facts.input_ids):
-            call.at_picked.add(site)
-        elif not call.whole:
-            tensor = tensor[_torch_index(call.index, tensor)]
-        # `_write` takes parts of these: slices by target layer, the best ids, rows of some requests
-        whole = site in ("fused", "logits") or site in call.at_picked
-        call.captures[site] = to_rows(tensor) if whole else capture_rows(tensor, self.order.level, shard)
+        if self._call is not None:
+            self._call.take(site, tensor)
 
     def close_call(self) -> None:
         """The forward is over: hand its rows to the writer.
@@ -238,53 +221,20 @@ class Recording(ABC):
                 return
             if self.writer.failure is not None:
                 raise self.writer.failure
-            with self.writer.together(self.calls):
-                self._write(call)
-            self.calls += 1
-            self.rows += len(call.rows)
-
-    def _is_wanted(self, site: str, width: int) -> bool:
-        """Whether a site, or something made of it, is kept."""
-        wants = self.order.selection.wants
-        made = {"fused": [name for name, _ in fused_slices(width, self._target_width)], "logits": ["topk.draft_id"]}
-        return any(wants(name) for name in (site, *made.get(site, [])))
-
-    def _write(self, call: _Call) -> None:
-        writer, wants = self.writer, self.order.selection.wants
-        facts, rows = call.facts, call.rows
-        writer.put_rows(rows)
-        fused = call.captures.get("fused")
-        if isinstance(fused, np.ndarray):
-            for name, columns in fused_slices(fused.shape[-1], self._target_width):
-                if wants(name):
-                    writer.put_values(name, rows, np.ascontiguousarray(fused[:, columns]))
-        for site, values in call.captures.items():
-            at, kept = rows, values
-            if isinstance(values, np.ndarray) and site in call.at_picked:
-                # a prefill has logits for the last row of each request only
-                position = {int(row): number for number, row in enumerate(call.index)}
-                pairs = [(position[int(row)], b) for b, row in enumerate(call.picked) if int(row) in position]
-                at = rows.take(np.array([row for row, _ in pairs], dtype=np.intp))
-                kept = np.ascontiguousarray(values[[b for _, b in pairs]])
-            if wants(site):
-                writer.put_values(site, at, kept, self._shard_of(site))
-            # logits are gathered, so the best ids are the same on every rank
-            leads = not writer.manifest.tp_rank
-            if site == "logits" and isinstance(kept, np.ndarray) and leads and wants("topk.draft_id"):
-                self._write_topk(at, kept)
-        shapes = [{"site": site, "shape": shape, "dtype": dtype} for site, (shape, dtype) in call.shapes.items()]
-        record = {"call_id": self.calls, "role": "draft", "mode": facts.mode, "shapes": shapes}
-        writer.put_record("calls", record | {"batch_size": len(facts.rids), "tokens": len(facts.input_ids)})
-
-    def _write_topk(self, rows: Rows, logits: Array) -> None:
-        draft_ids, scores, logprobs = best_ids(logits, TOPK)
-        target_ids = draft_ids if self._target_ids is None else self._target_ids()[draft_ids]
-        self.writer.put_topk(rows, draft_ids, target_ids, scores, logprobs)
+            call.close(self._mode, self._batch_size)
 
     # ---- rounds -----------------------------------------------------------------------------------------------
 
-    def _close_round(self, rid: str, root: int, fed: int, kept: Sequence[int], tree: Mapping[str, Any]) -> None:
-        """A verify round of a recorded request is over.
+    def _note(self, task: Task) -> None:
+        """Do `task`, once all that was kept for it is known: here, or in the thread that writes."""
+        self._stage.then(task)
+        if not self._stage.late:
+            self._forwards.send()
+
+    def _close_round(
+        self, rid: str, root: int, fed: int, kept: Sequence[int], tree: Mapping[str, Any]
+    ) -> Iterator[Part]:
+        """A verify round of a recorded request is over: to be noted (`_note`).
 
         Args:
             rid: the request.
@@ -294,12 +244,13 @@ class Recording(ABC):
             tree: ``proposed``, ``parents`` and ``target_argmax`` of rounds.parquet; rank 0 writes them down, the others
                 only have to follow.
         """
-        number = self._tracker.close_round(rid, root, [fed, *kept])
-        if self.writer.manifest.tp_rank:
+        if rid not in self._tracker:
             return
-        record: dict[str, Any] = {"prompt_id": self._tracker.prompt_id(rid), "round": number, "root": root}
-        record |= {"accepted": list(kept[:-1]), "bonus": kept[-1] if kept else -1}
-        self.writer.put_record("rounds", record | dict(tree))
+        number = self._tracker.close_round(rid, root, [fed, *kept])
+        if self._forwards.leads:
+            record: dict[str, Any] = {"prompt_id": self._tracker.prompt_id(rid), "round": number, "root": root}
+            record |= {"accepted": list(kept[:-1]), "bonus": kept[-1] if kept else -1}
+            yield "record", ("rounds", record | dict(tree))
 
     # ---- the end ----------------------------------------------------------------------------------------------
 
@@ -316,14 +267,19 @@ class Recording(ABC):
         with self._lock:
             self._closed = True
         manifest = self.writer.manifest
-        rows = sorted((self._prompt(*item) for item in self._requests.items()), key=lambda row: row["prompt_id"])
-        for row in rows:
-            self.writer.put_record("prompts", row)
-        manifest.prompts_digest = prompts_digest([row["prompt_key"] for row in rows])
+        rids = sorted(self._requests, key=self._admitted.ids.__getitem__)
+        manifest.prompts_digest = prompts_digest([self._admitted.key(rid) for rid in rids])
         # what is known of the server stands
         manifest.settings = {**settings, **manifest.settings}
-        self._note_what_is_missing(rows)
+        self._stage.later(lambda: self._note_prompts(rids))
+        self._forwards.send(settle=True)
         self.writer.seal(manifest.stopped or stopped)
+
+    def _note_prompts(self, rids: Sequence[str]) -> list[Part]:
+        """What became of the prompts, once all that came of them is known."""
+        prompts = [self._prompt(rid, self._requests[rid]) for rid in rids]
+        self._note_what_is_missing(prompts)
+        return [("record", ("prompts", row)) for row in prompts]
 
     def _note_what_is_missing(self, prompts: list[dict[str, Any]]) -> None:
         manifest = self.writer.manifest
@@ -353,10 +309,3 @@ def _text(tokenizer: Any, prompt: list[int], answer: list[int]) -> str:
     if tokenizer is None:
         return ""
     return str(tokenizer.decode(prompt)) + str(tokenizer.decode(answer, skip_special_tokens=True))
-
-
-def _torch_index(index: Index, like: Any) -> Any:
-    """`index` as a torch index on the device of `like`."""
-    import torch
-
-    return torch.from_numpy(index).to(like.device)

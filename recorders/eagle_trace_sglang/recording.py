@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any
 
 import numpy as np
 
-from eagle_trace.recording.arrays import to_array
-from eagle_trace_serving.draft_rows import DraftCall, tree_parents
+from eagle_trace.capture import Array
+from eagle_trace.recording.stage import Held, Stage
+from eagle_trace.streams import Part
+from eagle_trace_serving.draft_rows import DraftCall, Index, tree_parents
 from eagle_trace_serving.recording import Exchange, Recording
 
 #: forward modes of the draft whose rows are data; an idle or prebuilt batch computes nothing of a request
@@ -16,6 +20,9 @@ RECORDED_MODES = ("EXTEND", "MIXED", "DECODE", "DRAFT_EXTEND_V2")
 
 class SGLangRecording(Recording):
     """A recording of SGLang's draft worker."""
+
+    #: what the draft chose for its next step, and how (`chosen`)
+    _chosen: tuple[Held | None, Held, int, int] | None = None
 
     def arrived(self, request: Any) -> None:
         """A request (SGLang's `Req`) was queued."""
@@ -38,18 +45,29 @@ class SGLangRecording(Recording):
         self._call = None
         if batch.forward_mode.name not in RECORDED_MODES or not self._is_recorded(batch.rids or ()):
             return
-        facts = _call_facts(batch)
-        self._begin_call(
-            facts, facts.last_rows if facts.extend_lens is not None else np.arange(len(facts.rids), dtype=np.intp)
-        )
-        if facts.mode != "DECODE":
-            self._capture_fused(batch.spec_info.hidden_states)
+        mode, rids, tokens = batch.forward_mode.name, list(batch.rids), len(batch.input_ids)
+        facts = _call_facts(batch, self._stage)
+        if mode == "DECODE" and self._chosen is not None:
+            self._stage.then(self._choose(*self._chosen))
+            self._chosen = None
+
+        def last_rows() -> Index:
+            known = facts()
+            return known.last_rows if known.extend_lens is not None else np.arange(len(rids), dtype=np.intp)
+
+        lengths = getattr(batch, "extend_seq_lens_cpu", None)
+        if mode in ("DECODE", "DRAFT_EXTEND_V2"):
+            lengths = [tokens // max(1, len(rids))] * len(rids)
+        self._begin_call(mode, rids, tokens, facts, picked=last_rows, lengths=lengths)
+        if mode != "DECODE" and self._call is not None:
+            self._call.take_features(batch.spec_info.hidden_states)
 
     def replayed(self, batch: Any, select_index: Any, logits: Any, carry: Any) -> None:
         """A CUDA graph was replayed for `batch`: its outputs are those of the rows at `select_index` [B] only."""
         self.open_call(batch)
         if self._call is not None:
-            self._call.picked = to_array(select_index).astype(np.intp)
+            chosen = self._stage.keep(select_index)
+            self._call.picked = lambda: chosen.array.astype(np.intp)
             self.capture("carry", carry)
             self.capture("logits", logits)
             self.close_call()
@@ -58,52 +76,72 @@ class SGLangRecording(Recording):
 
     def chosen(self, drafted: Any, tree: Any, step: int, topk: int) -> None:
         """`drafted` and its `tree` info are what SGLang's `select_top_k_tokens` chose at `step`."""
-        parents = None
-        if topk > 1 and step > 0:
+        if len(self._admitted.ended) < len(self._requests):
+            numbers = self._stage.copy(tree[2]) if topk > 1 and step > 0 else None
+            self._chosen = numbers, self._stage.copy(drafted), step, topk
+
+    def _choose(self, numbers: Held | None, drafted: Held, step: int, topk: int) -> Callable[[], None]:
+        """Tell the tracker of a choice, once it is known."""
+        for held in (numbers, drafted):
+            if held is not None:
+                self._stage.add(held)
+
+        def choose() -> None:
             # the third part of the tree info numbers every candidate over all steps: undo that to get its parent
-            parents = (to_array(tree[2]) - topk * topk * (step - 1) - topk) // topk
-        self._tracker.select_branches(parents, to_array(drafted).reshape(-1))
+            parents = None if numbers is None else (numbers.array - topk * topk * (step - 1) - topk) // topk
+            self._tracker.select_branches(parents, drafted.array.reshape(-1))
+
+        return choose
 
     def verified(self, result: Any, batch: Any) -> None:
         """A verify round is over: `result` of the worker's `verify`, whose input `batch.spec_info` still is."""
-        requests = [(b, request.rid) for b, request in enumerate(batch.reqs) if request.rid in self._tracker]
+        requests = [(b, request.rid) for b, request in enumerate(batch.reqs) if self._goes_on(request.rid)]
         if batch.forward_mode.is_idle() or not self.writer.accepting or not requests:
             return
-        verify = batch.spec_info
-        count = int(verify.draft_token_num)
-        tokens = to_array(verify.draft_token).reshape(-1, count)
-        predicted = to_array(result.next_token_ids).reshape(-1, count)
-        accepted = to_array(result.accept_lens)
-        lengths = to_array(batch.seq_lens)
-        trees = {} if self.writer.manifest.tp_rank else self._trees(result, verify, tokens)
-        for b, rid in requests:
-            kept = predicted[b, : accepted[b]].tolist()
-            self._close_round(rid, int(lengths[b]) - 1, int(tokens[b, 0]), kept, trees.get(b, {}))
+        with self._lock:
+            if self._closed:
+                return
+            kept = self._keep_round(result, batch)
+            count = int(batch.spec_info.draft_token_num)
+            self._note(lambda: self._rounds(requests, {name: held.array for name, held in kept.items()}, count))
 
-    def _trees(self, result: Any, verify: Any, tokens: Any) -> dict[int, dict[str, Any]]:
-        """What was proposed to each request of a batch, and what the target would choose behind each token."""
-        best = to_array(result.logits_output.next_token_logits.argmax(dim=-1)).reshape(tokens.shape)
-        children = to_array(verify.retrieve_next_token).reshape(tokens.shape)
-        siblings = to_array(verify.retrieve_next_sibling).reshape(tokens.shape)
-        return {
-            b: {
-                "proposed": tokens[b, 1:].tolist(),
-                "parents": tree_parents(children[b], siblings[b])[1:],
-                "target_argmax": best[b].tolist(),
-            }
-            for b in range(len(tokens))
+    def _keep_round(self, result: Any, batch: Any) -> dict[str, Held]:
+        verify, keep = batch.spec_info, self._stage.keep
+        kept = {
+            "tokens": keep(verify.draft_token),
+            "predicted": keep(result.next_token_ids),
+            "accepted": keep(result.accept_lens),
+            "lengths": keep(batch.seq_lens),
         }
+        # rank 0 writes the rounds down; the others only have to follow them
+        if self._forwards.leads:
+            kept["best"] = keep(result.logits_output.next_token_logits.argmax(dim=-1), fresh=True)
+            kept["children"] = keep(verify.retrieve_next_token)
+            kept["siblings"] = keep(verify.retrieve_next_sibling)
+        return kept
+
+    def _rounds(self, requests: list[tuple[int, str]], kept: dict[str, Array], count: int) -> Iterator[Part]:
+        """A verify round, of `count` tokens of each request."""
+        by_node = {name: kept[name].reshape(-1, count) for name in kept if name not in ("accepted", "lengths")}
+        tokens = by_node["tokens"]
+        for b, rid in requests:
+            answer = by_node["predicted"][b, : kept["accepted"][b]].tolist()
+            tree = {}
+            if "best" in by_node:
+                tree = {
+                    "proposed": tokens[b, 1:].tolist(),
+                    "parents": tree_parents(by_node["children"][b], by_node["siblings"][b])[1:],
+                    "target_argmax": by_node["best"][b].tolist(),
+                }
+            yield from self._close_round(rid, int(kept["lengths"][b]) - 1, int(tokens[b, 0]), answer, tree)
 
 
-def _call_facts(batch: Any) -> DraftCall:
-    mode = batch.forward_mode.name
-    accepted = getattr(batch.spec_info, "num_accept_tokens", None)
-    return DraftCall(
-        mode=mode,
-        rids=list(batch.rids),
-        input_ids=to_array(batch.input_ids),
-        positions=to_array(batch.positions),
-        seq_lens=to_array(batch.seq_lens),
-        extend_lens=None if batch.extend_seq_lens is None or mode == "DECODE" else to_array(batch.extend_seq_lens),
-        accept_lens=to_array(accepted) if mode == "DRAFT_EXTEND_V2" else None,
-    )
+def _call_facts(batch: Any, stage: Stage) -> Callable[[], DraftCall]:
+    """What a forward is given, once it is known."""
+    mode, rids = batch.forward_mode.name, list(batch.rids)
+    kept = {name: stage.keep(getattr(batch, name)) for name in ("input_ids", "positions", "seq_lens")}
+    if batch.extend_seq_lens is not None and mode != "DECODE":
+        kept["extend_lens"] = stage.keep(batch.extend_seq_lens)
+    if mode == "DRAFT_EXTEND_V2":
+        kept["accept_lens"] = stage.keep(batch.spec_info.num_accept_tokens)
+    return cache(lambda: DraftCall(mode, rids, **{name: held.array for name, held in kept.items()}))

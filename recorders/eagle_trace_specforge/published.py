@@ -148,6 +148,8 @@ def _check(found: Published, draft: Path) -> None:
     )
     layers = sorted(name for name in state if name.startswith("layers."))
     biases = sorted(name for name in state if name.endswith(".bias") and torch.count_nonzero(state[name]))
+    if "fc.weight" not in state:
+        raise CheckpointError(f"{draft} has no fc.weight: it is not an EAGLE-3 draft")
     features = state["fc.weight"].shape[1] // int(config.get("target_hidden_size") or config["hidden_size"])
     for wrong, what in (
         (quantised, f"holds quantised tensors ({', '.join(quantised[:2])}, ...)"),

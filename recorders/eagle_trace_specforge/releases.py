@@ -14,6 +14,7 @@ TESTED = ("0.2.0",)
 NEEDED = (
     ("specforge.algorithms.eagle3.model", ("OnlineEagle3Model._acc_and_loss", "_compute_target_p_padded")),
     ("specforge.modeling.draft.llama3_eagle", ("LlamaForCausalLMEagle3.backbone", "apply_rotary_pos_emb")),
+    ("specforge.core.eagle3_adapters", ("SdpaLikeAdapter.step_view",)),
     ("specforge.modeling.auto", ("AutoDraftModel.from_config", "AutoDraftModelConfig.from_file")),
 )
 #: the forward's arguments that are given

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from eagle_trace.recording.arrays import to_array
 from eagle_trace_serving.draft_rows import DraftCall
 from eagle_trace_serving.recording import Exchange, Recording
 from eagle_trace_vllm.sites import BEFORE_FORWARD
@@ -116,16 +115,16 @@ class VLLMRecording(Recording):
             best: the token it would choose behind each row, if that is known.
         """
         request = self._requests.get(rid)
-        if request is None or rid not in self._tracker:
+        if request is None or not self._goes_on(rid):
             return
         known = [*request.prompt, *request.answer]
         if request.computed < len(known):
             return  # in the middle of its prefill: what is sampled there is dropped
         if proposed:
             tree = {"proposed": list(proposed), "parents": list(range(len(proposed))), "target_argmax": list(best)}
-            self._close_round(rid, len(known) - 2, known[-1], kept, tree)
+            self._note(lambda: self._close_round(rid, len(known) - 2, known[-1], kept, tree))
         else:
-            self._tracker.commit(rid, len(known), kept)
+            self._note(lambda: self._tracker.commit(rid, len(known), kept))
         request.answer += kept
 
     # ---- the forwards of one proposal -------------------------------------------------------------------------
@@ -143,23 +142,31 @@ class VLLMRecording(Recording):
             return
         if self._call is not None:
             self.close_call()  # the step before computed no logits
-        first, count = self._step == 0, int(self._proposal_rows())
+        first, count = self._step == 0, self._proposal_rows()
         # a draft that would run past the longest context is fed some place again, or none: no data
         fits = proposal.roots + self._step < self.longest
-        facts = DraftCall(
-            mode="EXTEND" if first else "DECODE",
-            rids=[rid if ok else "" for rid, ok in zip(proposal.rids, fits, strict=True)],
-            input_ids=to_array(input_ids).reshape(-1)[:count],
-            positions=to_array(positions),
-            seq_lens=proposal.ends if first else proposal.roots + 1,
-            extend_lens=proposal.lengths if first else None,
-            accept_lens=proposal.kept if first else None,
-        )
-        self._begin_call(facts, proposal.last_rows if first else np.arange(count, dtype=np.intp))
+        rids = [rid if ok else "" for rid, ok in zip(proposal.rids, fits, strict=True)]
+        mode, keep = "EXTEND" if first else "DECODE", self._stage.keep
+        ids, places = keep(input_ids.reshape(-1)[:count]), keep(positions)
+
+        def facts() -> DraftCall:
+            return DraftCall(
+                mode=mode,
+                rids=rids,
+                input_ids=ids.array,
+                positions=places.array,
+                seq_lens=proposal.ends if first else proposal.roots + 1,
+                extend_lens=proposal.lengths if first else None,
+                accept_lens=proposal.kept if first else None,
+            )
+
+        picked = proposal.last_rows if first else np.arange(count, dtype=np.intp)
+        lengths = proposal.lengths.tolist() if first else [1] * count
+        self._begin_call(mode, rids, count, facts, picked=lambda: picked, lengths=lengths)
         self._step += 1
         for site, tensor in self._early.items():
-            if site == "fused":
-                self._capture_fused(tensor[:count])
+            if site == "fused" and self._call is not None:
+                self._call.take_features(tensor[:count])
             else:
                 self.capture(site, tensor)
         self._early = {}
@@ -175,7 +182,7 @@ class VLLMRecording(Recording):
             if self._proposal is not None and site in BEFORE_FORWARD and self._step == 0:
                 self._early[site] = tensor.detach().clone()
             return
-        super().capture(site, tensor[: len(self._call.facts.input_ids)])
+        super().capture(site, tensor[: self._call.tokens])
         if site == "logits":
             self.close_call()
 

@@ -159,7 +159,8 @@ def test_a_server_that_runs_already_is_compared_with_the_training(
 ) -> None:
     place = folder / "against"
     place.mkdir()
-    with warm(), server(place, TARGET, deployed, "--disable-radix-cache", EAGLE_TRACE_REQUESTS="0") as running:
+    chain = ["--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "4", "--disable-radix-cache"]
+    with warm(), server(place, TARGET, deployed, *chain, EAGLE_TRACE_REQUESTS="0") as running:
         done = compare("--trained", DRAFT, "--against", running.url)
     assert done.exit_code == 0, done.output
     assert ending_of(done.stdout)[0].startswith("agree: ")

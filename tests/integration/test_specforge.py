@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from eagle_trace import Trace
+from eagle_trace import Trace, open_trace
+from eagle_trace.demo import prompts_file
 from eagle_trace_analysis import Diff, diff
-from eagle_trace_analysis.diagnose import diagnosed
+from eagle_trace_analysis.diagnosis.diagnose import diagnosed
+from eagle_trace_analysis.evidence.context import Checkpoints
 from tests.support.pairs import TARGET
 
 pytest.importorskip("specforge", reason="pip install --no-deps specforge")
@@ -118,8 +123,136 @@ def test_a_carry_that_servers_norm_parts_at_the_carry_of_the_first_step(
     served = serve(draft=draft)
     trained = train("specforge", draft=draft, replay=served.path)
     result = compared(trained, served)
-    assert result.verdict == "diverge"
+    assert result.verdict == "diverged"
     assert result.first_divergence is not None
     assert (result.first_divergence.site, result.first_divergence.step) == ("carry", 0)
     assert result.diagnosis is not None
     assert [one.cause for one in result.diagnosis.confirmed] == ["carry-norm"]
+
+
+# ---- a training of its own, live
+
+
+@pytest.fixture(scope="module")
+def training(own: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[int]], Path]:
+    """A draft, some documents, and SpecForge's samples of them."""
+    documents = [list(b"The return statement leaves a function. "), list(b"A class definition is short.")]
+    folder = tmp_path_factory.mktemp("training")
+    return own(), documents, write_samples(folder / "samples", documents)
+
+
+def test_live_training_is_recorded_and_not_a_bit_of_it_changes(
+    training: tuple[Path, list[list[int]], Path], train: Make, tmp_path: Path
+) -> None:
+    from eagle_trace_specforge import recording
+    from tests.support import specforge_training as sf
+
+    draft, documents, samples = training
+    with sf.on_a_cpu():
+        loop = sf.strategy(draft, tmp_path)
+        given = sf.batch(samples, "0", "1")
+        alone = sf.gradients(loop, given)
+        with recording(loop, out=tmp_path / "live.trace", batches=1) as run:
+            recorded = sf.gradients(loop, given)
+        assert run.failure is None
+        after = sf.gradients(loop, given)
+    for name, value in alone.items():
+        assert torch.equal(value, recorded[name]), name
+        assert torch.equal(value, after[name]), name
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in loop.eagle3_model.modules())
+    live = open_trace(tmp_path / "live.trace")
+    assert [row["token_ids"] for row in live.table("prompts").to_pylist()] == documents
+    assert live.manifest.settings["steps"] == sf.STEPS
+    assert {row["name"] for row in live.table("metrics").to_pylist()} >= {"ploss", "acc", "acceptance_rate"}
+
+
+def test_live_training_agrees_with_a_replay_of_the_same_documents(
+    training: tuple[Path, list[list[int]], Path], train: Make, tmp_path: Path
+) -> None:
+    from eagle_trace_specforge import recording
+    from tests.support import specforge_training as sf
+
+    draft, _, samples = training
+    with sf.on_a_cpu():
+        loop = sf.strategy(draft, tmp_path)
+        with recording(loop, out=tmp_path / "live.trace", batches=1):
+            sf.gradients(loop, sf.batch(samples, "0", "1"))
+    live = open_trace(tmp_path / "live.trace")
+    prompts = tmp_path / "prompts.jsonl"
+    ids = [row["token_ids"] for row in live.table("prompts").to_pylist()]
+    prompts.write_text("\n".join(json.dumps({"input_ids": one}) for one in ids))
+    alone = train("specforge", draft=draft, prompts=prompts, features=str(samples), dtype="float32", steps=sf.STEPS)
+    result = compared(alone, live)
+    assert result.verdict == "agree", (result.first_divergence, result.incomparable)
+    assert result.coverage.matched > 100
+
+
+def test_a_training_command_is_armed_by_the_environment(
+    training: tuple[Path, list[list[int]], Path], tmp_path: Path
+) -> None:
+    from eagle_trace_training.command import record_command
+
+    draft, documents, samples = training
+    code = (
+        "import sys; from pathlib import Path; from tests.support import specforge_training as sf;"
+        "draft, samples, folder = map(Path, sys.argv[1:]);"
+        "loop = sf.strategy(draft, folder);"
+        "context = sf.on_a_cpu(); context.__enter__();"
+        "[sf.gradients(loop, sf.batch(samples, one)) for one in '01']"
+    )
+    command = [sys.executable, "-c", code, str(draft), str(samples), str(tmp_path)]
+    recorded = record_command(command, out=tmp_path / "live.trace", batches=2)
+    assert (recorded.status, recorded.problem) == (0, "")
+    prompts = open_trace(tmp_path / "live.trace").table("prompts").to_pylist()
+    # the last token is fed in none of the batch's rows
+    assert [row["token_ids"] for row in prompts] == documents
+
+
+# ---- faults of 0.2.0 itself
+
+
+def test_a_head_that_reads_the_stream_without_its_norm_is_named(
+    own: Callable[..., Path], serve: Make, train: Make
+) -> None:
+    served = serve()
+    result = compared(train("specforge", draft=own(norm_output=False), replay=served.path), served)
+    assert result.first_divergence is not None
+    assert (result.first_divergence.site, result.first_divergence.step) == ("norm", 0)
+    assert result.diagnosis is not None
+    (cause,) = result.diagnosis.confirmed
+    assert cause.cause == "head-norm"
+    assert "norm_output" in str(cause.fix)
+
+
+def test_rotary_tables_after_one_long_sequence_are_named_live(
+    own: Callable[..., Path], serve: Make, tmp_path: Path
+) -> None:
+    from eagle_trace_specforge import recording
+    from tests.support import specforge_training as sf
+
+    draft = own()
+    tables = json.loads((draft / "config.json").read_text())["max_position_embeddings"] + 20
+    text = prompts_file().read_bytes()
+    documents = [list(text[start : start + 120]) for start in (100, 300)]
+    long = list((text * 4)[: tables + 1])
+    samples = write_samples(tmp_path / "samples", [*documents, long], torch.bfloat16)
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("\n".join(json.dumps({"input_ids": one}) for one in documents))
+    served = serve(draft=draft, prompts=prompts, dtype="bfloat16", max_new_tokens=8)
+    live = []
+    with sf.on_a_cpu():
+        loop = sf.strategy(draft, tmp_path, torch.bfloat16)
+        for name in ("before", "after"):
+            with recording(loop, out=tmp_path / name, batches=1):
+                sf.gradients(loop, sf.batch(samples, "0", "1"))
+            live.append(open_trace(tmp_path / name))
+            sf.gradients(loop, sf.batch(samples, "2"))
+    weights = Checkpoints(train_draft=draft)
+    before, after = (diagnosed(diff(one, served), one, served, weights) for one in live)
+    assert before.verdict == "agree", before.first_divergence
+    assert "rope_rounded" not in live[0].manifest.draft
+    assert live[1].manifest.draft["rope_rounded"] == "angles"
+    assert after.first_divergence is not None
+    assert (after.first_divergence.site, after.first_divergence.step) == ("layer.0.attn.q_rope", 0)
+    assert after.diagnosis is not None
+    assert [one.cause for one in after.diagnosis.confirmed] == ["rope-tables"]

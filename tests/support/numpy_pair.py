@@ -15,13 +15,14 @@ from typing import Any
 
 import numpy as np
 
-from eagle_trace.capture import DTYPES, Rows, sample_channels
+from eagle_trace.capture import DTYPES, Rows
 from eagle_trace.checkpoints import target_sample
 from eagle_trace.manifest import Manifest
 from eagle_trace.prompts import prompts_digest
 from eagle_trace.reader import Trace, open_trace
-from eagle_trace.recording.arrays import best_ids
+from eagle_trace.recording.best import best_ids
 from eagle_trace.recording.params import parameter_row
+from eagle_trace.sketch import sample_channels
 from eagle_trace.writer import TraceWriter, prepare_output
 from tests.support.numpy_target import (
     F64,
@@ -55,7 +56,8 @@ class Doing:
         tensors: the draft's tensors as used, by speculators' names.
         eps, theta, layout, share: of norms and rotation.
         offset: norms scale by 1 + w.
-        norm_residual, norm_output: the flags of the same name.
+        rounded: what of the rotary tables is rounded to bfloat16 first (`Rope.rounded`).
+        norm_residual, norm_output: the flags of the same name; head_norm: the head reads the normed stream.
         before_fc: norms the features on their way into fc: (features, tensors, eps) -> features.
         pick: makes the features out of all hidden states [L + 2, T, G]; width G instead of n G skips fc.
         summand: (hidden states, what was added last to each) -> what stands for the hidden states.
@@ -83,6 +85,8 @@ class Doing:
     offset: bool = False
     norm_residual: bool = False
     norm_output: bool = False
+    head_norm: bool = True
+    rounded: str = ""
     before_fc: Callable[[F64, Tensors, float], F64] | None = None
     pick: Callable[[F64], F64] = lambda states: np.concatenate([states[2], states[4], states[5]], axis=1)
     summand: Callable[[F64, F64], F64] | None = None
@@ -175,7 +179,7 @@ class Runner:
         gate, up = (keep(f"{at}.mlp.{n}", h @ w[f"mlp.{n}_proj.weight"].T) for n in ("gate", "up"))
         act = keep(f"{at}.mlp.act", gate / (1 + np.exp(-gate)) * up)
         stream = keep(f"{at}.out", residual + keep(f"{at}.mlp.out", act @ w["mlp.down_proj.weight"].T))
-        final = keep("norm", norm(stream, "norm.weight"))
+        final = keep("norm", norm(stream, "norm.weight") if do.head_norm else stream)
         # the carry is the very tensor, not rounded once more
         out["carry"] = out["norm"] if do.norm_output else out[f"{at}.out"]
         keep("logits", final @ do.tensors["lm_head.weight"].T)
@@ -193,7 +197,7 @@ class Runner:
         return root + len(path) + (shift if isinstance(shift, int) else shift(root, path, self.round))
 
     def _rotate(self, x: F64, places: list[int]) -> F64:
-        turned = turn(x, places, self.size, self.do.theta, self.do.layout, self.do.share)
+        turned = turn(x, places, self.size, self.do.theta, self.do.layout, self.do.share, self.do.rounded)
         if self.do.limit is not None:
             past = np.array(places) >= self.do.limit
             turned[past] = x[past]
@@ -362,6 +366,7 @@ def _param(name: str, tensor: Any, dtype: str, *, found: bool) -> dict[str, Any]
 
 def _put_layers(writer: TraceWriter, number: int, states: F64, branches: F64, count: int) -> None:
     channels = sample_channels(states.shape[2])
+    writer.manifest.settings["layer_channels"] = channels.tolist()
     for root in range(count):
         for layer in range(len(states)):
             sample, branch = (held[layer, root, channels].astype(np.float32) for held in (states, branches))

@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import load_file
@@ -31,11 +32,27 @@ def rms(x: F64, weight: F64, eps: float) -> F64:
     return x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + eps) * weight
 
 
-def turn(x: F64, positions: Sequence[int], size: int, theta: float, layout: str = "half", share: float = 1.0) -> F64:
-    """Rotary embedding of [T, heads x size]; `layout` half or pairs, `share` of each head."""
+def low(values: F64) -> F64:
+    """Rounded to bfloat16."""
+    return values.astype(ml_dtypes.bfloat16).astype(np.float64)
+
+
+def turn(
+    x: F64,
+    positions: Sequence[int],
+    size: int,
+    theta: float,
+    layout: str = "half",
+    share: float = 1.0,
+    rounded: str = "",
+) -> F64:
+    """Rotary embedding of [T, heads x size]; `layout` half or pairs, `share` of each head, `rounded` as in `Rope`."""
     rotated = int(size * share)
     frequency = theta ** (-np.arange(0, rotated, 2) / rotated)
-    angle = np.asarray(positions, dtype=np.float64)[:, None, None] * frequency
+    place = np.asarray(positions, dtype=np.float64)[:, None, None]
+    angle = place * (low(frequency) if rounded else frequency)
+    if rounded == "angles":
+        angle = low(low(place) * low(frequency))
     heads = x.reshape(len(x), -1, size)
     turned = heads[..., :rotated].copy()
     pick = (

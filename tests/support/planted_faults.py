@@ -318,6 +318,8 @@ def faults() -> list[Planted]:
         Planted(
             "carry-norm", "carry-norm", "carry", trained=put("norm_output", value=True), train={"norm_output": True}
         ),
+        Planted("head-norm", "head-norm", "norm", trained=put("head_norm", value=False), train={"head_norm": False}),
+        Planted("head-norm-of-the-engine", "head-norm", "norm", serve={"head_norm": False}),
         Planted(
             "norm-eps", "norm-eps", "layer.0.embed_norm", config=put("rms_norm_eps", value=1e-2), serve={"eps": 1e-2}
         ),
@@ -331,6 +333,17 @@ def faults() -> list[Planted]:
             serve={"theta": 500.0},
         ),
         Planted("rope-theta-of-the-engine", "rope-theta", "layer.0.attn.q_rope", serve={"theta": 20000.0}),
+        *(
+            Planted(
+                f"rope-tables-{rounded}",
+                "rope-tables",
+                "layer.0.attn.q_rope",
+                trained=put("rope_rounded", value=rounded),
+                train={"rounded": rounded},
+            )
+            for rounded in ("frequencies", "angles")
+        ),
+        Planted("rope-tables-of-the-engine", "rope-tables", "layer.0.attn.q_rope", serve={"rounded": "frequencies"}),
         Planted("rope-interleaved", "rope-layout", "layer.0.attn.q_rope", serve={"layout": "pairs"}),
         Planted("rope-partial", "rope-layout", "layer.0.attn.q_rope", serve={"share": 0.5}),
         Planted(

@@ -23,6 +23,7 @@ from eagle_trace.errors import EagleTraceError
 from eagle_trace_analysis import Diff, diff
 from eagle_trace_analysis.checkpoint.check import check
 from eagle_trace_analysis.checkpoint.export import export
+from eagle_trace_analysis.comparison.metrics import Metrics
 from eagle_trace_analysis.diagnosis.diagnose import diagnosed
 from tests.support import faults
 from tests.support.tiny_speculators import Pair, write_prompts
@@ -121,8 +122,11 @@ def row(name: str, folder: Path, warm: Warm) -> list[str]:
 def _said(result: Diff) -> str:
     matched = f"{result.coverage.matched} of {result.coverage.serve_rows} rows"
     if result.first_divergence is None:
-        worst = max((s.error for s in result.sites if s.site.startswith("target.hidden.") and s.error), default=0.0)
-        return f"{result.verdict}, {matched}, features {worst:.1e} apart"
+        fed = [one.metrics for one in result.sites if one.site.startswith("target.hidden.")]
+        median, worst = (
+            max(getattr(one, name) for one in fed if isinstance(one, Metrics)) for name in ("rho_median", "rho_max")
+        )
+        return f"{result.verdict}, {matched}; features {median:.1e} apart (median row), {worst:.1e} (worst)"
     causes = [one.cause for one in result.diagnosis.confirmed] if result.diagnosis else []
     return f"{', '.join(causes) or 'no known cause'} at `{result.first_divergence.site}`"
 

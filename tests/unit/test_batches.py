@@ -83,3 +83,17 @@ def test_padding_alone_holds_nothing() -> None:
 def test_lengths_that_differ_are_refused() -> None:
     with pytest.raises(ValueError, match="differ in length"):
         batch(mask="01")
+
+
+def test_padded_documents_are_shifted_each_by_itself() -> None:
+    ids = np.array([[0, 0, 0, -1], [1, 1, 1, 1]], dtype=np.int32)
+    tokens = np.array([[11, 12, 13, 0], [21, 22, 23, 24]], dtype=np.int32)
+    mask = np.array([[0, 1, 1, 0], [1, 1, 0, 1]], dtype=np.bool_)
+    flat = Batch(tokens.ravel(), np.tile(np.arange(4, dtype=np.int32), 2), ids.ravel(), mask.ravel(), width=4)
+    assert [one.tolist() for one in flat.documents] == [[11, 12, 13], [21, 22, 23, 24]]
+    assert flat.index(1).tolist() == [0, 1, 4, 5, 6]
+    assert flat.rows(1, flat.index(1), [5, 6], 0).token_id.tolist() == [12, 13, 22, 23, 24]
+    # the last row of the first is fed padding, not the second one's first token
+    assert flat.leaking(1) == 0
+    packed = Batch(flat.input_ids, flat.positions, flat.document_ids, flat.loss_mask)
+    assert packed.leaking(1) == 1

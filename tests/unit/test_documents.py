@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eagle_trace_training.documents import Chain, Document, Pack, pack, replayed, teacher_forced
+from eagle_trace_training.documents import Chain, Document, Pack, pack, pad, replayed, teacher_forced
 
 TOKENS = (10, 11, 12, 13, 14, 15)
 
@@ -166,3 +166,29 @@ def test_guesses_are_the_true_tokens_rows_that_nobody_captures() -> None:
 
 def test_no_guesses_without_a_root_to_start_from() -> None:
     assert replayed(0, TOKENS, 5, [(2, (14,))])[0].guesses == ()
+
+
+@pytest.mark.parametrize("budget", [1, 12, 1000])
+def test_padded_documents_hold_the_same_rows_as_packed_ones(budget: int) -> None:
+    documents = replayed(0, TOKENS, 5, [(0, (90, 91, 92)), (2, (14, 99)), (4, (93,))], guess_from=1, steps=3)
+    padded = list(pad(documents, budget))
+    assert sorted(len(one) for each in padded for one in each.documents) == sorted(len(one) for one in documents)
+    assert all(len(each) <= budget for each in padded if len(each.documents) > 1)
+
+    def rows(packs: list[Pack]) -> set[tuple[int, ...]]:
+        found = set()
+        for each in packs:
+            assert each.width is None or len(each) == each.width * len(each.documents)
+            assert (each.document_ids < 0).sum() == len(each) - sum(len(one) for one in each.documents)
+            for step in range(each.steps):
+                for guesses in (False, True):
+                    keys, index = each.rows(step, 0, guesses=guesses), each.index(step, guesses=guesses)
+                    # step s feeds row i the token s places on in its own row of the batch
+                    assert each.token_ids[index + step].tolist() == keys.token_id.tolist()
+                    assert each.positions[index].tolist() == keys.root.tolist()
+                    found |= {
+                        (step, guesses, *row) for row in zip(keys.root.tolist(), keys.token_id.tolist(), strict=True)
+                    }
+        return found
+
+    assert rows(padded) == rows(list(pack(documents, 1000)))

@@ -36,8 +36,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 def test_the_wheel_holds_all_packages_and_no_tests(wheel: list[str]) -> None:
     tops = {name.split("/")[0] for name in wheel if ".dist-info" not in name}
     packages = {
-        "eagle_trace", "eagle_trace_analysis", "eagle_trace_serving", "eagle_trace_sglang", "eagle_trace_speculators",
-        "eagle_trace_training", "sglang_cpu_eagle",
+        "eagle_trace", "eagle_trace_analysis", "eagle_trace_serving", "eagle_trace_sglang", "eagle_trace_specforge",
+        "eagle_trace_speculators", "eagle_trace_training", "eagle_trace_vllm", "sglang_cpu_eagle",
     }  # fmt: skip
     assert tops == {*packages, "eagle_trace_train.pth"}
 
@@ -49,6 +49,8 @@ def test_the_wheel_holds_all_packages_and_no_tests(wheel: list[str]) -> None:
         "eagle_trace/demo/prompts.jsonl",
         "eagle_trace/demo/models/target/model.safetensors",
         "eagle_trace/demo/models/draft/model.safetensors",
+        "eagle_trace/demo/models/kimi/target/processing_tiny.py",
+        "eagle_trace/demo/models/kimi/draft/model.safetensors",
         "sglang_cpu_eagle/shim/sgl_kernel/__init__.py",
         "eagle_trace_training/shim/sitecustomize.py",
     ],

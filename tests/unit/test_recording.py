@@ -45,7 +45,7 @@ def prefill(lengths: dict[str, int], first: int = 0) -> Any:
 
 def record(out: Path, level: str = "values", **admission: Any) -> SGLangRecording:
     prepare_output(out)
-    order = Order(str(out), Admission(**admission), level)
+    order = Order(str(out), Admission(**admission), level=level)
     return SGLangRecording(order, TraceWriter(out, Manifest("serve", level, "sglang")), lambda _site: None, WIDTH, None)
 
 

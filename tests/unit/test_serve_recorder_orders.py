@@ -36,7 +36,7 @@ class Main:
         self.connection.send((name, number, *arguments))
 
     def begin(self, number: int, out: Path) -> None:
-        order = Order(str(out), Admission(requests=2), "stats", max_wait=0.2)
+        order = Order(str(out), Admission(requests=2), level="stats", max_wait=0.2)
         self.order("begin", number, order, Manifest("serve", "stats", "sglang"))
 
     def hears(self, seconds: float = 10) -> tuple[Any, ...]:

@@ -87,13 +87,37 @@ def check_carry(context: Context) -> Outcome:
         said = context.says("norm_output", flag)
         yield Hypothesis(f"norm_output {str(flag).lower()}", replay.varied(norm_output=flag), said)
 
+    # what the training computes: its own config may mean another thing by the flag
+    trained = context.form is not None and context.form.norm_output
+    says = f"norm_output {str(trained).lower()}"
     return counterfactual(
         context,
         ["carry"],
         other,
-        lambda _: as_trained(context, "norm-output", ("norm_output",), "norm_output", "set norm_output as trained"),
+        lambda _: as_trained(
+            context, "norm-output", ("norm_output",), says, f"set {says} in the deployed config, as trained"
+        ),
         own=("norm_output",),
     )
+
+
+def check_head(context: Context) -> Outcome:
+    """Whether the head reads the normed stream."""
+
+    def other(replay: Replay, _: Replayed) -> Iterator[Hypothesis]:
+        flag = not replay.form.head_norm
+        words = "the final norm before the head" if flag else "no norm before the head"
+        yield Hypothesis(words, replay.varied(head_norm=flag), context.says("head_norm", flag))
+
+    def fix(_: str) -> str:
+        if context.form is not None and not context.form.head_norm:
+            return (
+                "the draft was trained without the final norm before its head (SpecForge 0.2.0: norm_output false), "
+                "which no server leaves out: take norm_output out of the draft's config and train again"
+            )
+        return "the server leaves out the final norm before the head: update or report it"
+
+    return counterfactual(context, ["norm"], other, fix, own=("head_norm",))
 
 
 def check_eps(context: Context) -> Outcome:
@@ -184,6 +208,14 @@ CAUSES = (
         "Set norm_output in the deployed config as trained.",
         ("carry",),
         check_carry,
+    ),
+    Cause(
+        "head-norm",
+        "Low accept length; the stream behind the layer is equal, what the head reads is not.",
+        "The head's input recomputed as the stream behind the final norm and as the stream itself.",
+        "Train the draft with the final norm before its head, as every server computes it.",
+        ("norm",),
+        check_head,
     ),
     Cause(
         "norm-eps",

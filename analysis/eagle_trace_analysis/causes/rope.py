@@ -37,8 +37,8 @@ def check_theta(context: Context) -> Outcome:
         mine = replay.form.rope
         served = context.served_form.rope if context.served_form else None
         if served is not None:
-            # the share of the head is another cause's
-            served = replace(served, partial=mine.partial, interleaved=mine.interleaved)
+            # the share of the head, and how tables are rounded, are other causes'
+            served = replace(served, partial=mine.partial, interleaved=mine.interleaved, rounded=mine.rounded)
             if served != mine:
                 words = replace(served, partial=1.0).words()
                 yield Hypothesis(f"the deployed {words}", replay.varied(rope=served), deployed=True)
@@ -144,6 +144,29 @@ def _share(context: Context) -> str:
     return f"{context.form.rope.partial:g}" if context.form else "the same share"
 
 
+def check_tables(context: Context) -> Outcome:
+    """Tables whose frequencies, or angles, were rounded to bfloat16 before cosines were taken."""
+
+    def others(replay: Replay, _: Replayed) -> Iterator[Hypothesis]:
+        mine = replay.form.rope
+        served = context.served_form.rope.rounded if context.served_form else ""
+        for rounded in ("", "frequencies", "angles"):
+            if rounded != mine.rounded:
+                words = f"{rounded} of the rotary tables rounded to bfloat16" if rounded else "exact rotary tables"
+                yield Hypothesis(words, replay.varied(rope=replace(mine, rounded=rounded)), rounded == served)
+
+    def fix(_: str) -> str:
+        if context.form is not None and context.form.rope.rounded:
+            return (
+                "the training computes with rotary tables that were built anew in bfloat16, after a sequence longer "
+                "than max_position_embeddings + 20 (SpecForge): raise max_position_embeddings in the draft's config "
+                "above the longest sequence, and train again"
+            )
+        return "keep the server's rotary frequencies in float32"
+
+    return counterfactual(context, _sites(context), others, fix, own=("rope frequencies",))
+
+
 def check_reach(context: Context) -> Outcome:
     """Positions beyond the deployed max_position_embeddings."""
     longest = int(context.serve.rows.position.max(initial=0))
@@ -198,6 +221,14 @@ CAUSES = (
         "Serve with the layout of the training, or permute the rows of q and k for it.",
         ("layer.0.attn.q_rope", "layer.0.attn.k_rope"),
         check_layout,
+    ),
+    Cause(
+        "rope-tables",
+        "Lower accept length the longer the text; queries are equal before the rotation.",
+        "The rotation recomputed with tables of frequencies, or angles, that were rounded to bfloat16, and without.",
+        "Keep rotary frequencies in float32; train no sequence beyond the tables that the trainer built at the start.",
+        ("layer.0.attn.q_rope", "layer.0.attn.k_rope"),
+        check_tables,
     ),
     Cause(
         "max-position",

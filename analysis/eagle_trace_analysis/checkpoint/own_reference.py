@@ -20,7 +20,6 @@ from safetensors.numpy import save_file
 from eagle_trace.errors import CheckpointError
 from eagle_trace_analysis.checkpoint.files import StoredTensor, stored_dtype
 from eagle_trace_analysis.checkpoint.subject import Subject, open_subject
-from eagle_trace_analysis.engines.sglang import engine
 
 #: what a reference cannot be made of, and the way out
 NEEDS_TRAINED = "give the folder that was trained as --trained"
@@ -56,7 +55,8 @@ def what_is_missing(subject: Subject) -> list[str]:
         return ["SGLang's config loader refuses its config (`eagle-trace check` says where)"]
     found = []
     if "quantization_config" in subject.checkpoint.config or not all(
-        tensor.is_float or engine.canonical_name(tensor.name) in ("d2t", "t2d") for tensor in subject.tensors.values()
+        tensor.is_float or subject.engine.canonical_name(tensor.name) in ("d2t", "t2d")
+        for tensor in subject.tensors.values()
     ):
         found.append("its weights are quantised, and speculators computes plain ones only")
     fc = subject.tensors.get("fc.weight")
@@ -79,8 +79,10 @@ def _size(subject: Subject, name: str) -> int:
 def _input_ids(subject: Subject) -> list[int] | None:
     """Target layers in speculators' convention, as many as fc takes; None if nothing says which."""
     config = dict(subject.served)
-    own = {key: value for key, value in engine.eagle_config(config).items() if key != "use_aux_hidden_state"}
-    ids = engine.captured_inputs(config | {"eagle_config": own}, subject.target_layers, subject.target_architecture)
+    own = {key: value for key, value in (config.get("eagle_config") or {}).items() if key != "use_aux_hidden_state"}
+    ids = subject.engine.captured_inputs(
+        config | {"eagle_config": own}, subject.target_layers, subject.target_architecture
+    )
     width = int(subject.full.get("target_hidden_size") or subject.full["hidden_size"])
     return ids if ids is not None and len(ids) * width == subject.tensors["fc.weight"].shape[1] else None
 
@@ -96,7 +98,11 @@ def _config(subject: Subject, dtype: str) -> dict[str, Any]:
         )
         if name in full
     }  # fmt: skip
-    rope = {key: value for key, value in engine.rope_settings(subject.served).items() if key != "partial_rotary_factor"}
+    rope = {
+        key: value
+        for key, value in subject.engine.rope_settings(subject.served).items()
+        if key != "partial_rotary_factor"
+    }
     layer |= {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "rope_parameters": rope}
     layer |= {"dtype": dtype, "tie_word_embeddings": False}
     return {
@@ -107,8 +113,8 @@ def _config(subject: Subject, dtype: str) -> dict[str, Any]:
         "eagle_aux_hidden_state_layer_ids": _input_ids(subject),
         "embed_requires_grad": False,
         "norm_before_residual": False,  # SGLang's class has this form only
-        "norm_before_fc": engine.norm_before_fc(subject.served),
-        "fc_norm": engine.fc_norm(subject.served),
+        "norm_before_fc": subject.engine.norm_before_fc(subject.served),
+        "fc_norm": subject.engine.fc_norm(subject.served),
         "norm_output": bool(subject.served.get("norm_output", False)),
         "target_hidden_size": None,
         "tie_word_embeddings": False,
@@ -124,17 +130,17 @@ def _config(subject: Subject, dtype: str) -> dict[str, Any]:
 
 def _tensors(subject: Subject) -> dict[str, NDArray[Any]]:
     """The weights under speculators' names: fused ones cut apart, the map of the vocabulary made whole."""
-    known = engine.parameters(subject.served)
+    known = subject.engine.parameters(subject.served)
     found: dict[str, NDArray[Any]] = {}
     for name, tensor in subject.tensors.items():
         if name in ("d2t", "t2d", "embed_tokens.weight"):
             continue  # the engine takes the target's embedding, and so does speculators where there is none
-        parts = engine.destinations(tensor.name, known)
+        parts = subject.engine.destinations(tensor.name, known)
         found |= _cut(tensor, parts, known) if len(parts) > 1 else {name: tensor.read()}
-    for name in [one for one in found if (entering := engine.entering_norm(one)) and entering in found]:
+    for name in [one for one in found if (entering := subject.engine.entering_norm(one)) and entering in found]:
         # of a later layer SGLang applies hidden_norm, which is speculators' input_layernorm
-        found[name] = found.pop(str(engine.entering_norm(name)))
-    for name in [one for one in found if one.endswith(".hidden_norm.weight") and engine.layer_of(one)]:
+        found[name] = found.pop(str(subject.engine.entering_norm(name)))
+    for name in [one for one in found if one.endswith(".hidden_norm.weight") and subject.engine.layer_of(one)]:
         found[name.replace("hidden_norm", "input_layernorm")] = found.pop(name)
     if subject.served.get("tie_word_embeddings"):
         found.pop("lm_head.weight", None)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from eagle_trace.capture import DTYPES, Array, Statistics, row_statistics, to_float32
 from eagle_trace.reader import SiteData, SketchReader, Trace, ValueReader, read_statistics
-from eagle_trace_analysis.comparison.metrics import ANY_NUMBERS, Metrics, quantile, stats_error
+from eagle_trace_analysis.comparison.metrics import ANY_NUMBERS, Logits, Metrics, quantile, relative_error, stats_error
 from eagle_trace_analysis.comparison.sums import Accumulator, Sums
 from eagle_trace_analysis.pairing.pairs import Pairs
 
@@ -37,14 +37,56 @@ class Compared:
     Attributes:
         metrics: the figures.
         worst: pair with the largest rho (the first with a non-finite element, if there is one).
-        largest_errors: of logits, the largest error of each pair, float64 [P]; else empty.
         pairs: which pairs (indices into `Pairs`) belong to the step, int64 [P].
+        errors: rho of each of them, float64 [P].
+        logits: what only logits have, of each of them; None for other sites.
+        worst_rows: the rows of `worst` on both sides, [1, W] each, where they came by.
     """
 
     metrics: Metrics
     worst: int
-    largest_errors: NDArray[np.float64]
     pairs: Int
+    errors: NDArray[np.float64]
+    logits: Logits | None = None
+    worst_rows: WorstRows | None = None
+
+
+@dataclass(frozen=True)
+class WorstRows:
+    """The pair furthest apart among those that were compared together, kept so that it need not be read again.
+
+    Attributes:
+        place: which of the pairs it is.
+        faulty: whether it has elements that are not finite; the first of these is worse than any finite one.
+        rho: its relative error.
+        train, serve: its rows, [1, W] each, in the dtypes of the traces.
+    """
+
+    place: int
+    faulty: bool
+    rho: float
+    train: Array
+    serve: Array
+
+    def beats(self, other: WorstRows | None) -> bool:
+        """Whether this pair is worse than another, or as bad and before it."""
+        if other is None or self.faulty != other.faulty:
+            return other is None or self.faulty
+        rank = 0.0 if self.faulty else self.rho - other.rho
+        return rank > 0 or (not rank > 0 and not rank < 0 and self.place < other.place)
+
+
+@dataclass(frozen=True)
+class Partial:
+    """What comes of a part, at one step.
+
+    Attributes:
+        sums: over its pairs, in the order of the part.
+        worst: the worst of them; None where a side's rows lie in several tables.
+    """
+
+    sums: Sums
+    worst: WorstRows | None
 
 
 @dataclass(frozen=True)
@@ -177,8 +219,8 @@ def _read_again(groups: _Groups, group_of: Int) -> Int:
 
 
 @ANY_NUMBERS
-def compare_values(part: Part) -> dict[int, Sums]:
-    """Compare the exact values of a part, step by step: {step: sums over its pairs in the order of the part}.
+def compare_values(part: Part) -> dict[int, Partial]:
+    """Compare the exact values of a part, step by step: {step: what comes of its pairs, in the order of the part}.
 
     Memory: the part's train side, one row group of the serve side, and some numbers a row. Both sides must hold
     values, all of one width.
@@ -186,6 +228,8 @@ def compare_values(part: Part) -> dict[int, Sums]:
     left = _reader(part.train, part.bytes)
     right = _reader(part.serve, 0)
     width = part.train.data[0].width
+    exact = len(part.train.data) == len(part.serve.data) == 1
+    worst: dict[int, WorstRows] = {}
     totals, place = {}, np.empty(len(part.step), dtype=np.int64)
     for step in np.unique(part.step):
         mine = np.flatnonzero(part.step == step)
@@ -202,7 +246,27 @@ def compare_values(part: Part) -> dict[int, Sums]:
                 at = chunk[part.step[chunk] == step]
                 x_TW, y_TW = right.take(part.serve.index[at]), left.take(part.train.index[at])
                 totals[int(step)].add(x_TW, y_TW, place[at])
-    return {step: total.sums for step, total in totals.items()}
+                if exact:
+                    found = _worst(totals[int(step)].sums, place[at], x_TW, y_TW)
+                    if found.beats(worst.get(int(step))):
+                        # a copy: the rows are views of what is read next
+                        worst[int(step)] = replace(found, train=found.train.copy(), serve=found.serve.copy())
+    return {step: Partial(total.sums, worst.get(step)) for step, total in totals.items()}
+
+
+def _worst(sums: Sums, place: Int, x_TW: Array, y_TW: Array) -> WorstRows:
+    """The worst of the pairs at `place`, whose rows are x and y."""
+    faulty = sums.faulty[place]
+    if faulty.any():
+        bad = np.flatnonzero(faulty)
+        at, rho = int(bad[place[bad].argmin()]), float("inf")
+    else:
+        errors = relative_error(sums.error[place], sums.power[place])
+        largest = np.flatnonzero(errors == errors.max())
+        at = int(largest[place[largest].argmin()])
+        rho = float(errors[at])
+    row = slice(at, at + 1)
+    return WorstRows(int(place[at]), bool(faulty[at]), rho, y_TW[row], x_TW[row])
 
 
 class SiteFold:
@@ -242,22 +306,30 @@ class ValuesFold(SiteFold):
             int(step): Sums.zeros(int(count), width, logits=logits) for step, count in zip(steps, counts, strict=True)
         }
         self._filled = dict.fromkeys(self._sums, 0)
+        self._worst: dict[int, WorstRows] = {}
 
-    def add(self, partial: dict[int, Sums]) -> None:
+    def add(self, partial: dict[int, Partial]) -> None:
         """Take the sums of the next part."""
-        for step, sums in partial.items():
-            self._sums[step].put(self._filled[step], sums)
-            self._filled[step] += len(sums.error)
+        for step, part in partial.items():
+            first = self._filled[step]
+            self._sums[step].put(first, part.sums)
+            self._filled[step] += len(part.sums.error)
+            if part.worst is not None:
+                worst = replace(part.worst, place=first + part.worst.place)
+                if worst.beats(self._worst.get(step)):
+                    self._worst[step] = worst
 
     def result(self) -> dict[int, Compared]:
         """The figures of each step."""
-        return {step: _compared(sums, np.flatnonzero(self._step_P == step)) for step, sums in self._sums.items()}
+        at = {step: np.flatnonzero(self._step_P == step) for step in self._sums}
+        return {step: _compared(sums, at[step], self._worst.get(step)) for step, sums in self._sums.items()}
 
 
-def _compared(sums: Sums, at: Int) -> Compared:
-    worst = int(sums.faulty.argmax()) if sums.faulty.any() else int(sums.rho.argmax())
-    errors = sums.logits.largest_error if sums.logits else np.zeros(0)
-    return Compared(sums.result(), int(at[worst]), errors, at)
+def _compared(sums: Sums, at: Int, rows: WorstRows | None) -> Compared:
+    rho = sums.rho
+    worst = int(sums.faulty.argmax()) if sums.faulty.any() else int(rho.argmax())
+    kept = rows if rows is not None and rows.place == worst else None
+    return Compared(sums.result(), int(at[worst]), at, rho, sums.logits, kept)
 
 
 class WholeSite(SiteFold):
@@ -301,7 +373,7 @@ def compare_statistics(part: Part) -> dict[int, Compared]:
             basis="stats",
         )
         worst = int(faulty.argmax()) if faulty.any() else int(rho[at].argmax())
-        found[int(step)] = Compared(metrics, int(at[worst]), np.zeros(0), at)
+        found[int(step)] = Compared(metrics, int(at[worst]), at, rho[at])
     return found
 
 
@@ -315,15 +387,21 @@ def statistics_of(data: Sequence[SiteData], index: Int) -> Statistics:
     return Statistics(*columns)
 
 
-def row_facts(train: Trace, serve: Trace, site: str, pairs: Pairs, pair: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Shape, dtype and statistics of one pair's rows; with values also the element that is furthest apart."""
+def row_facts(
+    train: Trace, serve: Trace, site: str, pairs: Pairs, pair: int, rows: WorstRows | None = None
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Shape, dtype and statistics of one pair's rows; with values also the element that is furthest apart.
+
+    The values are read, unless `rows` has them.
+    """
     facts, values = [], []
-    for trace, row in ((train, int(pairs.train[pair])), (serve, int(pairs.serve[pair]))):
+    kept = (None, None) if rows is None else (rows.train, rows.serve)
+    for trace, row, held in ((train, int(pairs.train[pair]), kept[0]), (serve, int(pairs.serve[pair]), kept[1])):
         side = trace.site_data(site)
         number = int(np.searchsorted(np.cumsum([one.rows for one in side]), row, side="right"))
         data, local = side[number], row - sum(one.rows for one in side[:number])
         if data.has_values:
-            values.append(ValueReader(data, 0).take(np.array([local])))
+            values.append(ValueReader(data, 0).take(np.array([local])) if held is None else held)
             statistics = row_statistics(values[-1])
         else:
             statistics = statistics_of(side, np.array([row]))

@@ -23,21 +23,16 @@ from eagle_trace_analysis.comparison.checks import (
     row_key,
     shapes_of,
 )
-from eagle_trace_analysis.comparison.compare import (
-    Compared,
-    SiteFold,
-    ValuesFold,
-    WholeSite,
-    compare_statistics,
-    row_facts,
-)
+from eagle_trace_analysis.comparison.compare import Compared, SiteFold, row_facts
 from eagle_trace_analysis.comparison.fold import Executor, Threads, fold
 from eagle_trace_analysis.comparison.frontier import find_frontier, shape_order
 from eagle_trace_analysis.comparison.metrics import ANY_NUMBERS, IdMetrics, Metrics
 from eagle_trace_analysis.comparison.params import differing, other_form
 from eagle_trace_analysis.comparison.prediction import predict
 from eagle_trace_analysis.comparison.result import Diff, Divergence, Note, SiteResult
-from eagle_trace_analysis.comparison.sketch import WORDS, compare_sketches, has_sketch, widened
+from eagle_trace_analysis.comparison.rowwise import RowFigures
+from eagle_trace_analysis.comparison.site import site_fold
+from eagle_trace_analysis.comparison.sketch import WORDS, widened
 from eagle_trace_analysis.comparison.tolerance import FACTOR, Tolerance, Tolerances
 from eagle_trace_analysis.comparison.topk import check_topk
 from eagle_trace_analysis.pairing.align import Alignment, align, not_materialised
@@ -96,8 +91,9 @@ def diff(
     train, serve = in_order(reference, other)
     if floors is not None:
         _check_floors(train, floors)
-    found = _Comparison(train, serve, executor or Threads(), floors, tolerance).run(minimum_share)
-    return found.roles.said(found)
+    comparison = _Comparison(train, serve, executor or Threads(), floors, tolerance)
+    found = comparison.run(minimum_share)
+    return replace(found.roles.said(found), figures=comparison.figures)
 
 
 def _check_floors(train: Trace, floors: Trace) -> None:
@@ -127,6 +123,7 @@ class _Comparison:
         widths = {site: max(width for width, _ in seen) for side in self.shapes for site, seen in side.items()}
         self.tolerances = Tolerances(self.sites, train, serve, widths, floors, tolerance)
         self.alignment: Alignment = align(train, serve)
+        self.figures = RowFigures(train, serve, self.alignment)
         self._logit_errors: tuple[NDArray[np.int64], NDArray[np.float64]] = (
             np.zeros(0, dtype=np.int64),
             np.zeros(0),
@@ -283,19 +280,15 @@ class _Comparison:
         pairs = self.alignment.pairs(name)
         if not len(pairs):
             return {(name, step): self._result(name, step, pairs, None) for step in pairs.steps}
-        if all(one.has_values for side in data for one in side):
-            return ValuesFold(self.train, self.serve, name, pairs)
-        sketched = all(has_sketch(one) for side in data for one in side)
-        compare = compare_sketches if sketched else compare_statistics
-        return WholeSite(self.train, self.serve, name, pairs, compare)
+        return site_fold(self.train, self.serve, name, pairs)
 
     def _results_of(self, site: SiteFold) -> Results:
         found, pairs = site.result(), site.pairs
+        self.figures.keep(site.site, pairs, found.values())
         if site.site == "logits":
-            parts = list(found.values())
-            if all(len(part.largest_errors) for part in parts):
-                rows = np.concatenate([pairs.train[part.pairs] for part in parts])
-                self._logit_errors = rows, np.concatenate([part.largest_errors for part in parts])
+            logits = [(pairs.train[part.pairs], part.logits.largest_error) for part in found.values() if part.logits]
+            if logits:
+                self._logit_errors = np.concatenate([a for a, _ in logits]), np.concatenate([b for _, b in logits])
         return {(site.site, step): self._result(site.site, step, pairs, found.get(step)) for step in pairs.steps}
 
     def _result(self, name: str, step: int, pairs: Pairs, found: Compared | None) -> SiteResult:
@@ -310,7 +303,7 @@ class _Comparison:
         exceeded = tolerance.exceeded(metrics)
         divergence = None
         if metrics.nonfinite_train or metrics.nonfinite_serve or exceeded:
-            facts = row_facts(self.train, self.serve, name, pairs, found.worst)
+            facts = row_facts(self.train, self.serve, name, pairs, found.worst, found.worst_rows)
             row = row_key(self.alignment, pairs, found.worst)
             divergence = _numeric_divergence(name, step, metrics, tolerance, exceeded)
             divergence = replace(divergence, train=facts[0], serve=facts[1], row=row)

@@ -14,6 +14,7 @@ from eagle_trace_analysis.pairing.roles import Roles
 from eagle_trace_analysis.shown import html_of
 
 if TYPE_CHECKING:
+    from eagle_trace_analysis.comparison.rowwise import RowFigures
     from eagle_trace_analysis.diagnosis.diagnose import Diagnosis
 
 Kind = Literal["shape", "presence", "parameters", "nonfinite", "tokens", "positions", "ids", "values", "step"]
@@ -137,7 +138,8 @@ class AcceptLength:
         predicted_basis: ``walk`` (each round starts where the one before ended) or ``rounds`` (the server's own).
         undecided: of `predicted_rounds`, those not known at every depth.
         better, worse: of the server's rounds, those where training would have had more accepted, or fewer.
-        branches: most branches that a proposed token had: 1 for a chain. What is predicted is always a chain's.
+        branches: most branches that a proposed token had: 1 for a chain.
+        predicted_range: of a tree, the least and the most that `predicted` lies between; None for a chain's.
         reference: of two servers, what the reference got; None for another pair.
     """
 
@@ -154,11 +156,13 @@ class AcceptLength:
     worse: int = 0
     branches: int = 1
     reference: float | None = None
+    predicted_range: tuple[float, float] | None = None
 
     @property
     def comparable(self) -> bool:
-        """Whether observed and predicted are both known and both a chain's: a tree has more tokens to accept from."""
-        return self.observed is not None and self.predicted is not None and self.branches == 1
+        """Whether observed and predicted are both known, and both of a chain or both of a tree."""
+        alike = self.branches == 1 or self.predicted_range is not None
+        return self.observed is not None and self.predicted is not None and alike
 
 
 @dataclass(frozen=True)
@@ -212,6 +216,7 @@ class Diff:
         traces: provenance of both sides.
         diagnosis: every cause with its verdict; None if it was not asked for.
         gate: what else was asked, and whether it holds; None if nothing was.
+        figures: the traces, their alignment and the figures of each row, as they were compared; None if they are gone.
     """
 
     sites: tuple[SiteResult, ...]
@@ -226,6 +231,7 @@ class Diff:
     traces: Mapping[str, Mapping[str, Any]]
     diagnosis: Diagnosis | None = None
     gate: Gate | None = None
+    figures: RowFigures | None = field(default=None, compare=False, repr=False)
 
     @property
     def roles(self) -> Roles:

@@ -1,29 +1,28 @@
-"""Figures row by row, for plots: what a diff sums up, read again from the traces and kept apart.
+"""Figures row by row, kept beside a diff as it sums them up, so that plots and text need not read the values again.
 
-Streaming: memory grows with the number of rows, not with their width.
+Memory grows with the number of rows, not with their width.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from eagle_trace.capture import Rows
-from eagle_trace.reader import SiteData, Trace, ValueReader, open_trace, read_statistics
-from eagle_trace_analysis.comparison.metrics import stats_error
+from eagle_trace.reader import SiteData, Trace, open_trace, read_statistics
+from eagle_trace_analysis.comparison.compare import Compared
+from eagle_trace_analysis.comparison.fold import Serial, fold
 from eagle_trace_analysis.comparison.result import Diff
-from eagle_trace_analysis.comparison.sketch import has_sketch, row_errors
-from eagle_trace_analysis.comparison.sums import Accumulator, Sums
+from eagle_trace_analysis.comparison.site import site_fold
 from eagle_trace_analysis.pairing.align import Alignment, align, lookup, topk_starts
 from eagle_trace_analysis.pairing.pairs import Pairs
 from eagle_trace_analysis.pairing.roles import in_order
 
 Float64 = NDArray[np.float64]
 Int = NDArray[np.int64]
-
-_CHUNK_BYTES = 4 << 20
 
 
 def open_traces(diff: Diff, train: Trace | None = None, serve: Trace | None = None) -> tuple[Trace, Trace]:
@@ -84,23 +83,65 @@ class BestTokens:
         return np.where(self.paired, same / np.maximum(1, count), np.nan)
 
 
+@dataclass(frozen=True)
+class PairFigures:
+    """Figures of each pair of a site, in the order of its `Pairs`; NaN where a pair was not compared.
+
+    Attributes:
+        error: rho, float64 [P]; an estimate where a side holds sketches, a lower bound where it holds statistics only.
+        kl, tv: of logits, KL(train || serve) in nats and total variation, float64 [P]; None for other sites.
+    """
+
+    error: Float64
+    kl: Float64 | None
+    tv: Float64 | None
+
+    @classmethod
+    def of(cls, count: int, steps: Iterable[Compared]) -> PairFigures:
+        """Of `count` pairs that were compared step by step."""
+        parts = list(steps)
+        error, kl, tv = np.full((3, count), np.nan)
+        for part in parts:
+            error[part.pairs] = part.errors
+            if part.logits is not None:
+                kl[part.pairs], tv[part.pairs] = part.logits.kl, part.logits.tv
+        scored = any(part.logits is not None for part in parts)
+        return cls(error, kl if scored else None, tv if scored else None)
+
+
 class RowFigures:
     """Row by row figures of two traces.
+
+    What a diff compared is kept; of any other site it is read when it is asked for.
 
     Attributes:
         alignment: of the two traces.
         train, serve: the traces.
     """
 
-    def __init__(self, train: Trace, serve: Trace) -> None:
+    def __init__(self, train: Trace, serve: Trace, alignment: Alignment | None = None) -> None:
         self.train = train
         self.serve = serve
-        self.alignment: Alignment = align(train, serve)
+        self.alignment: Alignment = align(train, serve) if alignment is None else alignment
+        self._kept: dict[str, PairFigures] = {}
 
     @classmethod
     def of(cls, diff: Diff, train: Trace | None = None, serve: Trace | None = None) -> RowFigures:
-        """Of the traces of a diff (see `open_traces`)."""
+        """Of the traces of a diff (see `open_traces`): those it kept, unless other traces are given."""
+        kept = diff.figures
+        if kept is not None and all(one is None or one in (kept.train, kept.serve) for one in (train, serve)):
+            return kept
         return cls(*open_traces(diff, train, serve))
+
+    def keep(self, site: str, pairs: Pairs, steps: Iterable[Compared]) -> None:
+        """Keep the figures of a site that was compared."""
+        self._kept[site] = PairFigures.of(len(pairs), steps)
+
+    def _figures(self, site: str, pairs: Pairs) -> PairFigures:
+        if site not in self._kept:
+            for done in fold([site_fold(self.train, self.serve, site, pairs)], Serial()):
+                self.keep(site, pairs, done.result().values())
+        return self._kept[site]
 
     def rows(self, step: int = 0, prompt: str | None = None) -> Rows:
         """Keys (train side) of all matched draft rows of a step, by prompt and root; `prompt` is a prompt_key."""
@@ -126,31 +167,25 @@ class RowFigures:
         found = self._selected(site, rows)
         if found is None:
             return None
-        column, pairs, left, right = found
+        column, at, pairs, left, right = found
         x, y = read_statistics(right), read_statistics(left)
         out = SiteRows(*(np.full(len(rows), np.nan) for _ in range(3)))
-        out.train_norm[column] = y.norm[pairs.train]
-        out.serve_norm[column] = x.norm[pairs.serve]
-        if not errors:
-            return out
-        if left.has_values and right.has_values:
-            out.error[column] = _stream(left, right, pairs).rho
-        elif has_sketch(left) and has_sketch(right):
-            out.error[column] = row_errors(left, right, pairs.train, pairs.serve, y.take(pairs.train))
-        else:
-            out.error[column] = stats_error(x.take(pairs.serve), y.take(pairs.train), left.width)
+        out.train_norm[column] = y.norm[pairs.train[at]]
+        out.serve_norm[column] = x.norm[pairs.serve[at]]
+        if errors:
+            out.error[column] = self._figures(site, pairs).error[at]
         return out
 
     def logits(self, rows: Rows) -> tuple[Float64, Float64] | None:
         """KL(train || serve) in nats and total variation at `rows`, NaN where there is no pair; None without values."""
         found = self._selected("logits", rows)
-        if found is None or not (found[2].has_values and found[3].has_values):
+        if found is None or not (found[3].has_values and found[4].has_values):
             return None
-        column, pairs, left, right = found
-        figures = _stream(left, right, pairs, logits=True).logits
-        kl, tv = np.full(len(rows), np.nan), np.full(len(rows), np.nan)
-        if figures is not None:
-            kl[column], tv[column] = figures.kl, figures.tv
+        column, at, pairs, _, _ = found
+        kl, tv = np.full((2, len(rows)), np.nan)
+        figures = self._figures("logits", pairs)
+        if figures.kl is not None and figures.tv is not None:
+            kl[column], tv[column] = figures.kl[at], figures.tv[at]
         return kl, tv
 
     def best_tokens(self, rows: Rows) -> BestTokens:
@@ -166,28 +201,15 @@ class RowFigures:
         paired[column[at]] = True
         return BestTokens(made[0], made[1], paired)
 
-    def _selected(self, site: str, rows: Rows) -> tuple[Int, Pairs, SiteData, SiteData] | None:
-        """Pairs of a site that belong to `rows`, and the column of each."""
+    def _selected(self, site: str, rows: Rows) -> tuple[Int, Int, Pairs, SiteData, SiteData] | None:
+        """The columns of `rows` that a site has pairs of, which pairs these are, and all of its pairs."""
         sides = [trace.site_data(site) for trace in (self.train, self.serve)]
         if any(len(data) != 1 for data in sides) or sides[0][0].width != sides[1][0].width:
             return None
         pairs = self.alignment.pairs(site)
         column = lookup(pairs.train_keys.take(pairs.train), rows)
         at = np.flatnonzero(column >= 0)
-        chosen = Pairs(
-            pairs.train[at], pairs.serve[at], pairs.train_keys, pairs.serve_keys, pairs.train_fate, pairs.serve_fate
-        )
-        return column[at], chosen, sides[0][0], sides[1][0]
-
-
-def _stream(left: SiteData, right: SiteData, pairs: Pairs, *, logits: bool = False) -> Sums:
-    total = Accumulator(left.width, len(pairs), logits=logits)
-    y, x = ValueReader(left), ValueReader(right)
-    rows = max(1, _CHUNK_BYTES // (4 * max(1, left.width)))
-    for start in range(0, len(pairs), rows):
-        part = slice(start, start + rows)
-        total.add(x.take(pairs.serve[part]), y.take(pairs.train[part]))
-    return total.sums
+        return column[at], at, pairs, sides[0][0], sides[1][0]
 
 
 def _groups(trace: Trace, groups: Int) -> Int:

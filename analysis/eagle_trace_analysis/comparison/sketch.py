@@ -71,18 +71,13 @@ def compare_sketches(part: Part) -> dict[int, Compared]:
         rho = estimated_rho(total, ys)
         faulty = (xs.nonfinite > 0) | (ys.nonfinite > 0)
         worst = int(faulty.argmax()) if faulty.any() else int(rho.argmax())
-        found[int(step)] = Compared(sketch_metrics(total, rho, xs, ys, left[0].width), int(at[worst]), np.zeros(0), at)
+        found[int(step)] = Compared(sketch_metrics(total, rho, xs, ys, left[0].width), int(at[worst]), at, rho)
     return found
 
 
 def estimated_rho(total: Sums, y: Statistics) -> Float64:
     """|Sx - Sy| / |y| of the rows added, float64 [rows]."""
     return relative_error(total.error, y.norm**2)
-
-
-def row_errors(left: SiteData, right: SiteData, train: Int, serve: Int, y: Statistics) -> Float64:
-    """Estimated rho of pairs of rows of two sites, float64 [P]; `y` are the train rows' statistics."""
-    return estimated_rho(_accumulate([left], [right], train, serve), y)
 
 
 def _accumulate(left: Sequence[SiteData], right: Sequence[SiteData], train: Int, serve: Int) -> Sums:

@@ -11,7 +11,7 @@ from eagle_trace_analysis.replay.replay import Replay
 from eagle_trace_analysis.tensors.loaded import Apart
 
 #: fields of the form that a deployed config says, beside its rotation
-FIELDS = ("eps", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "window")
+FIELDS = ("eps", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "head_norm", "window")
 
 
 @dataclass(frozen=True)

@@ -20,10 +20,10 @@ from eagle_trace_analysis.checkpoint.finding import Finding, Status
 from eagle_trace_analysis.checkpoint.subject import Subject, Target, open_subject, open_target
 from eagle_trace_analysis.comparison.checks import PromptMismatch, check_prompts
 from eagle_trace_analysis.comparison.result import Diff, Divergence, SiteResult
+from eagle_trace_analysis.comparison.rowwise import RowFigures
 from eagle_trace_analysis.engines import Engine, engine_of_host
 from eagle_trace_analysis.evidence.company import Company, company_of
 from eagle_trace_analysis.evidence.features import Features
-from eagle_trace_analysis.pairing.align import Alignment
 from eagle_trace_analysis.pairing.roles import in_order
 from eagle_trace_analysis.replay.form import Form, form_of
 from eagle_trace_analysis.replay.recorded import Recorded, choose
@@ -340,7 +340,7 @@ class Context:
     @cached_property
     def unequal_prompts(self) -> list[PromptMismatch]:
         """Prompts that both sides name alike and that consist of different tokens."""
-        return check_prompts(Alignment(self.train, self.serve))
+        return check_prompts(RowFigures.of(self.diff, self.train, self.serve).alignment)
 
     @cached_property
     def features(self) -> Features | None:

@@ -17,6 +17,8 @@ from eagle_trace_analysis.comparison.result import AcceptLength, Diff, Failure, 
 from eagle_trace_analysis.comparison.tolerance import FACTOR
 
 _GROWING = {"rho_median": "median row error", "rho_max": "largest row error", "channel_median": "median channel error"}
+#: a share is a quotient of two numbers that were rounded
+_LEAST = 1e-9
 
 
 def gated(
@@ -59,10 +61,10 @@ def _accept_length(diff: Diff, max_drop: float) -> tuple[list[Failure], str | No
     if expected is None:
         return [], f"no accept length can be held against the server's {accept.observed:.2f}: {whose}"
     drop = 1 - accept.observed / expected
-    if drop <= max_drop:
+    if drop <= max_drop + _LEAST:
         return [], None
     text = (
-        f"accept length {accept.observed:.2f} is {drop:.0%} below {expected:.2f}, {whose} ({max_drop:.0%} allowed, "
+        f"accept length {accept.observed:.2f} is {drop:.1%} below {expected:.2f}, {whose} ({max_drop:.1%} allowed, "
         f"{accept.rounds} rounds)"
     )
     return [Failure("accept-length", text)], None
@@ -73,6 +75,8 @@ def expected_length(accept: AcceptLength, diff: Diff) -> tuple[float | None, str
     if accept.reference is not None:
         return accept.reference, f"what {diff.roles.reference} got"
     if accept.comparable and accept.predicted is not None:
+        if accept.predicted_range is not None:
+            return accept.predicted_range[0], "the least that is predicted for such trees on these tokens"
         return accept.predicted, "predicted by the training forward on these tokens"
     if accept.branches > 1:
         return None, "the server drafts a tree, and what is predicted is a chain's"
@@ -87,7 +91,8 @@ def worse_than(now: Diff, before: Diff, *, tolerance: float = FACTOR) -> list[Fa
     # what follows from another is not told again, unless what it follows from is known from the baseline
     first = [one for one in new if one.frontier] or new
     found = [_diverges(one, len(new) - len(first)) for one in first]
-    found += [failure for one, old in both if one.verdict == "agree" for failure in _grown(one, old, tolerance)]
+    if not new:  # an error that grew behind a new divergence follows from it
+        found += [failure for one, old in both if one.verdict == "agree" for failure in _grown(one, old, tolerance)]
     compared = {one.site for one in now.sites if one.verdict != "not compared"}
     lost = {site: one for (site, _), one in known.items() if one.metrics is not None and site not in compared}
     return found + [_lost(now, one) for one in lost.values()]

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
@@ -27,6 +28,8 @@ class Rope:
         partial: share of the head that is rotated.
         parameters: what else `kind` needs, by transformers' names.
         interleaved: rotate neighbouring elements instead of the two halves of a head.
+        rounded: what of the tables was rounded to bfloat16 before they were computed: ``""`` for nothing,
+            ``frequencies``, or ``angles`` for frequencies, positions and their products.
     """
 
     theta: float = 10000.0
@@ -34,6 +37,19 @@ class Rope:
     partial: float = 1.0
     parameters: Mapping[str, Any] = field(default_factory=dict)
     interleaved: bool = False
+    rounded: str = ""
+
+    def angles(self, positions: NDArray[np.integer[Any]], head_dim: int) -> tuple[Float64, float] | None:
+        """Angles of some positions [T, rotated / 2], and the factor on cos and sin; None for a kind not known here."""
+        found = self.frequencies(head_dim)
+        if found is None:
+            return None
+        frequency, place = found[0][None, :], positions[:, None].astype(np.float64)
+        if self.rounded:
+            frequency = _bfloat16(frequency)
+        if self.rounded == "angles":
+            return _bfloat16(_bfloat16(place) * frequency), found[1]
+        return place * frequency, found[1]
 
     def frequencies(self, head_dim: int) -> tuple[Float64, float] | None:
         """Angles a position [rotated / 2] and the factor on cos and sin; None for a kind not known here.
@@ -57,7 +73,12 @@ class Rope:
         text = f"theta {self.theta:g}" + ("" if self.kind == "default" else f", {self.kind}")
         text += f" x {self.parameters['factor']:g}" if "factor" in self.parameters else ""
         text += "" if self.partial == 1 else f", {self.partial:g} of each head"
+        text += f", {self.rounded} rounded to bfloat16" if self.rounded else ""
         return text + (", interleaved" if self.interleaved else "")
+
+
+def _bfloat16(values: Float64) -> Float64:
+    return values.astype(np.float32).astype(ml_dtypes.bfloat16).astype(np.float64)
 
 
 def _llama3(base: Float64, given: Mapping[str, Any]) -> Float64:
@@ -94,6 +115,7 @@ class Form:
         norm_before_residual: the residual stream starts from the normed hidden state.
         norm_before_fc, fc_norm: norms on the target features (all of them together, or each).
         norm_output: the normed stream is carried to the next step.
+        head_norm: the head reads the normed stream.
         norm_offset: norms scale by 1 + w instead of w.
         window: tokens a query sees, itself included; None for all.
         layer_ids: target layers fed, by their inputs (Hugging Face `hidden_states[i]`); None if not named.
@@ -109,6 +131,7 @@ class Form:
     norm_before_fc: bool = False
     fc_norm: bool = False
     norm_output: bool = False
+    head_norm: bool = True
     norm_offset: bool = False
     window: int | None = None
     layer_ids: tuple[int, ...] | None = None
@@ -147,7 +170,9 @@ def form_of(config: Mapping[str, Any], engine: Engine = SGLANG) -> Form:
         layer, ids, window = engine.with_defaults(config), engine.captured_inputs(config, None, None), None
     return Form(
         eps=float(layer["rms_norm_eps"]),
-        rope=rope_of(layer, engine, trainer),
+        # the next two are what a trainer was seen to do; no config that is deployed says it
+        rope=replace(rope_of(layer, engine, trainer), rounded=str(config.get("rope_rounded") or "")),
+        head_norm=config.get("head_norm") is not False,
         heads=int(layer["num_attention_heads"]),
         kv_heads=int(layer["num_key_value_heads"]),
         head_dim=int(layer["head_dim"]),

@@ -93,13 +93,12 @@ def rms(x_TW: Real, eps: float) -> Real:
 
 def rotate(x_TA: Real, positions: NDArray[np.integer], head_dim: int, rope: Rope) -> Real:
     """Heads of x turned by their position [T]."""
-    found = rope.frequencies(head_dim)
+    found = rope.angles(positions, head_dim)
     if found is None:
         raise NotReplayedError(f"rope type {rope.kind!r} is not known here")
-    frequency, factor = found
-    angle = positions[:, None].astype(np.float64) * frequency[None, :]
+    angle, factor = found
     cos, sin = ((f(angle) * factor).astype(x_TA.dtype)[:, None, :] for f in (np.cos, np.sin))
-    half = len(frequency)
+    half = angle.shape[1]
     x = x_TA.reshape(len(x_TA), -1, head_dim)
     out = x.copy()
     first, second = (slice(0, 2 * half, 2), slice(1, 2 * half, 2)) if rope.interleaved else (

@@ -97,7 +97,7 @@ def _of_gate(diff: Diff, place: str) -> list[Case]:
     if gate.unknown is not None:
         found.append(Case("gate: accept-length", "error", gate.unknown, "accept-length", place=place))
     elif gate.max_drop is not None and not any(one.name == "accept-length" for one in gate.failures):
-        text = f"within {gate.max_drop:.0%} of what is expected"
+        text = f"within {gate.max_drop:.1%} of what is expected"
         found.append(Case("gate: accept-length", "passed", text, "accept-length", place=place))
     return found
 

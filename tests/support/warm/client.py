@@ -26,7 +26,8 @@ def main() -> None:
         status = connection.recv(4)
     code = int.from_bytes(status, "big", signed=True) if len(status) == 4 else 70
     if code < 0:
-        signal.signal(-code, signal.SIG_DFL)
+        if -code != signal.SIGKILL:  # which has no handler to put back
+            signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
     sys.exit(code)
 

@@ -160,7 +160,9 @@ def layer_out(i: Inputs, at: str) -> Real:
 
 
 def final_norm(i: Inputs, last: str) -> Real:
-    """Final norm."""
+    """What the head reads: the stream behind the final norm, or the stream itself."""
+    if not i.form.head_norm:
+        return i.site(f"{last}.out")[:, i.channels]
     return i.norm(i.site(f"{last}.out"), "norm.weight")[:, i.channels]
 
 
