@@ -171,7 +171,9 @@ def test_where_vllm_is_not_installed_one_sentence_says_where_to_run_the_command(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(hosts, "is_installed", lambda _host: False)
-    with pytest.raises(UsageError, match="vLLM is not installed here: .* environment of its own, and run this command"):
+    with pytest.raises(
+        UsageError, match=r"vLLM is not installed here: .* environment of its own, and run this command"
+    ):
         hosts.find_host("server", "vllm")
 
 
