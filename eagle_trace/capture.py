@@ -153,10 +153,10 @@ def _widen(path: Int32, width: int) -> Int32:
     return wide
 
 
-def sample_channels(width: int, count: int = 64) -> NDArray[np.int64]:
-    """The fixed channels by which hidden states of every layer are kept (layers.parquet): int64, ascending.
+def drawn_channels(width: int, count: int = 64) -> NDArray[np.int64]:
+    """The channels of layers.parquet of a trace that does not name them, ascending: earlier versions drew them.
 
-    All of them if `width` is at most `count`; else the same `count` for every row, trace and side.
+    From a stream that NumPy does not promise to keep, so that nothing draws from it any more.
     """
     if width <= count:
         return np.arange(width, dtype=np.int64)

@@ -52,14 +52,23 @@ def kind_of(values: Array | Reduced) -> tuple[str, int]:
     return (values.dtype, values.width) if isinstance(values, Reduced) else (dtype_name(values), values.shape[1])
 
 
+def row_bytes(dtype: str, width: int, level: str, shard: Shard | None = None) -> int:
+    """What a row of an on-disk dtype and a width will take in a trace of a level, roughly.
+
+    Raises:
+        TypeError: no trace can hold that dtype.
+    """
+    if dtype not in DTYPES:
+        raise TypeError(f"a trace holds {', '.join(DTYPES)}, not {dtype}")
+    if level == "values":
+        return width * DTYPES[dtype].itemsize
+    whole = width * (shard.count if shard else 1)
+    return KEY_BYTES + (DTYPES[stored_dtype(dtype)].itemsize * buckets(whole) if level == "sketch" else 0)
+
+
 def kept_bytes(values: Array | Reduced, level: str, shard: Shard | None = None) -> int:
     """What rows will take in a trace of a level, roughly."""
-    if level == "values":
-        return values.nbytes
-    dtype, width = kind_of(values)
-    whole = width * (shard.count if shard else 1)
-    stored = DTYPES[stored_dtype(dtype)].itemsize * buckets(whole) if level == "sketch" else 0
-    return len(values) * (KEY_BYTES + stored)
+    return values.nbytes if level == "values" else len(values) * row_bytes(*kind_of(values), level, shard)
 
 
 class Gather:

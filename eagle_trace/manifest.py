@@ -334,6 +334,7 @@ _SETTINGS = {
     "sglang_args": optional(_TEXTS),
     "server_counts": optional(mapped(plain)),
     "selection": optional(mapped(plain)),
+    "layer_channels": optional(listed(small)),
 }
 
 #: whether a field's value is what it must be

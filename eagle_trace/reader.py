@@ -13,7 +13,7 @@ import pandas as pd
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from eagle_trace.capture import Rows, Shard, Statistics, to_float32
+from eagle_trace.capture import Rows, Shard, Statistics, drawn_channels, to_float32
 from eagle_trace.errors import TraceDamagedError, TraceError, TraceNotFoundError, TraceUnsealedError
 from eagle_trace.manifest import Manifest, read_manifests, spokesman
 from eagle_trace.schema import KEYS, STATISTICS, TABLES
@@ -185,6 +185,11 @@ class Trace:
     def metrics(self) -> pd.DataFrame:
         """Loss and metrics of each batch of a recorded training: batch, call_id, step, name, value."""
         return _frame(self.table("metrics"))
+
+    def layer_channels(self, width: int) -> NDArray[np.int64]:
+        """Which channels of hidden states of a width layers.parquet holds, ascending [C]."""
+        named = self.manifest.settings.get("layer_channels")
+        return drawn_channels(width) if named is None else np.array(named, dtype=np.int64)
 
     @cached_property
     def rows(self) -> Rows:

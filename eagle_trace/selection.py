@@ -83,6 +83,10 @@ class Selection:
         """Whether the rows of `site` are kept."""
         return not self.sites or _matches(self.sites, site)
 
+    def wants_step(self, step: int) -> bool:
+        """Whether any row of a step may be kept."""
+        return not self.steps or bool(np.searchsorted(_borders(self.steps), step, side="right") % 2)
+
     def mask(self, rows: Rows) -> NDArray[np.bool_]:
         """Which of `rows` are kept, bool [T]."""
         kept = np.ones(len(rows), dtype=np.bool_)

@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from eagle_trace import tensors
 from eagle_trace.capture import Array, Shard, Statistics, row_statistics, to_float32
 
 BUCKETS = 64
@@ -94,6 +95,18 @@ def _split_mix(count: int) -> NDArray[np.uint64]:
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return z ^ (z >> np.uint64(31))
+
+
+def sample_channels(width: int, count: int = BUCKETS) -> NDArray[np.int64]:
+    """The channels by which hidden states of every layer are kept (layers.parquet): int64, ascending.
+
+    All of them if `width` is at most `count`; else the first `count` in the order of the sketch's random words, the
+    same for every trace. The manifest names them (`settings.layer_channels`).
+    """
+    if width <= count:
+        return np.arange(width, dtype=np.int64)
+    order = np.argsort(_split_mix(width) >> np.uint64(1), kind="stable")
+    return np.sort(order[:count]).astype(np.int64)
 
 
 @dataclass(frozen=True)
@@ -192,20 +205,26 @@ def reduce_rows(values: Array, dtype: str, *, sketched: bool, shard: Shard | Non
 _ON_DEVICE: dict[tuple[str, int, Shard | None], tuple[Any, Any]] = {}
 
 
-def reduce_tensor(tensor: Any, *, sketched: bool, shard: Shard | None = None) -> Reduced:
-    """`reduce_rows` where the tensor [..., W] is, so that some hundred bytes a row leave the device instead of the row.
+def reduce_on_device(tensor: Any, *, sketched: bool, shard: Shard | None = None) -> Any:
+    """`reduce_rows` where the tensor [..., W] is, so that some hundred bytes per row leave the device.
 
-    Sums are float64, so the sketch differs from that of `reduce_rows` by float32 rounding. Uses the tensor's own
-    methods only.
+    Sums are float64, so the sketch differs from that of `reduce_rows` by float32 rounding. Nothing waits for it.
+
+    Returns:
+        What `reduced_of` reads, a float64 tensor [T, 4 (+ B)] of the same device.
     """
-    dtype, width = str(tensor.dtype).removeprefix("torch."), int(tensor.shape[-1])
+    width = int(tensor.shape[-1])
     rows = tensor.detach().reshape(-1, width)
     size = max(1, _DEVICE_ELEMENTS // max(1, width))
     whole = width * (shard.count if shard else 1)
     columns = rows.new_empty(0).double().new_empty(len(rows), 4 + (buckets(whole) if sketched else 0))
     for start in range(0, len(rows), size):
         _reduce_block(rows[start : start + size], columns[start : start + size], shard)
-    table: NDArray[np.float64] = columns.cpu().numpy()
+    return columns
+
+
+def reduced_of(table: NDArray[np.float64], dtype: str, width: int, *, sketched: bool) -> Reduced:
+    """Rows of on-disk dtype `dtype` and a width as `reduce_on_device` reduced them."""
     norm, absmax, mean = (np.ascontiguousarray(table[:, at]) for at in range(3))
     statistics = Statistics(norm, absmax, mean, table[:, 3].astype(np.int32))
     return Reduced(dtype, width, statistics, table[:, 4:].astype(stored_dtype(dtype)) if sketched else None)
@@ -223,8 +242,8 @@ def _reduce_block(rows: Any, out: Any, shard: Shard | None) -> None:
     key = (str(x.device), x.shape[1], shard)
     if key not in _ON_DEVICE:
         fixed = projection(x.shape[1], shard)
-        channels = x.new_tensor(fixed.channels.reshape(-1), dtype=x.new_empty(0).long().dtype)
-        _ON_DEVICE[key] = channels, x.new_tensor(fixed.signs)
+        signs = fixed.signs.astype(np.float64)
+        _ON_DEVICE[key] = tensors.beside(fixed.channels.reshape(-1), x), tensors.beside(signs, x)
     channels, signs = _ON_DEVICE[key]
     sums = (x.index_select(1, channels).reshape(len(x), *signs.shape) * signs).sum(1)
     # a row of norm 0 divides 0 by 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -24,6 +25,8 @@ REDUCED_GROUP_BYTES = 512 << 10
 TABLE_ROWS = 1 << 14
 
 Make = Callable[[list[Any]], pa.Table]
+#: what goes into a trace: ``rows``, ``values``, ``topk`` or ``record``, and the thing itself (`TraceWriter.put_late`)
+Part = tuple[str, Any]
 
 
 class _SiteStream:
@@ -61,20 +64,35 @@ class Streams:
         self._tables: dict[str, PartStream] = {}
         self._sites: dict[tuple[str, str, int, Shard | None], _SiteStream] = {}
         self._numbers: dict[str, Numbers] = defaultdict(Numbers)
+        self._last: tuple[Rows, Rows] | None = None
         # the sites of a forward have the same rows
         self._join = Memo(Rows.concatenate)
         self._keys = Memo(lambda batches: key_columns(self._join(batches)))
 
     def add(self, kind: str, item: Any) -> None:
-        """Take what `TraceWriter` was given: ``rows``, ``topk``, ``record`` or ``values``."""
-        if kind == "rows":
-            self._table("rows", rows_table).add(item, len(item[0]))
-        elif kind == "topk":
-            self._table("topk", topk_table).add(item, item[1].size)
+        """Take a `Part`; what another rank of the group writes is dropped."""
+        if kind == "values":
+            self._add_values(*item)
         elif kind == "record":
             self._add_record(*item)
-        else:
-            self._add_values(*item)
+        elif self._leads and len(item[0]):
+            table = rows_table if kind == "rows" else topk_table
+            numbered = (self._numbered(item[0]), *item[1:])
+            self._table(kind, table).add(numbered, len(item[0]) if kind == "rows" else item[1].size)
+
+    @property
+    def _leads(self) -> bool:
+        """Whether this rank writes what all ranks of its group know."""
+        return self._manifest.tp_rank == 0
+
+    def _numbered(self, rows: Rows) -> Rows:
+        """Rows with the numbers that prompts and calls of this rank have; the same for all sites of a forward."""
+        if not self._first_id:
+            return rows
+        if self._last is None or rows is not self._last[0]:
+            moved = replace(rows, prompt_id=rows.prompt_id + self._first_id, call_id=rows.call_id + self._first_id)
+            self._last = rows, moved
+        return self._last[1]
 
     def save(self) -> None:
         """Put everything taken so far into whole files."""
@@ -89,6 +107,8 @@ class Streams:
             stream.discard()
 
     def _add_record(self, table: str, given: Mapping[str, Any] | Callable[[], Mapping[str, Any]]) -> None:
+        if not self._leads and table != "params":
+            return
         record = dict(given() if callable(given) else given)
         for name in ("prompt_id", "call_id"):
             if record.get(name) is not None:
@@ -97,6 +117,8 @@ class Streams:
         self._table(table, lambda records: pa.Table.from_pylist(records, schema=schema)).add(record, 1)
 
     def _add_values(self, site: str, rows: Rows, values: Array | Reduced, shard: Shard | None) -> None:
+        if not len(rows):
+            return
         key = (site, *kind_of(values), shard)
         stream = self._sites.get(key)
         if stream is None:
@@ -106,7 +128,7 @@ class Streams:
             group = ROW_GROUP_BYTES if level == "values" else REDUCED_GROUP_BYTES
             parts = self._stream(f"values/site={site}", schema, made, _value_options(schema), group)
             stream = self._sites[key] = _SiteStream(Gather(level, shard, self._join), parts)
-        stream.add(rows, values)
+        stream.add(self._numbered(rows), values)
 
     def _table(self, table: str, make: Make) -> PartStream:
         stream = self._tables.get(table)

@@ -14,8 +14,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ from eagle_trace.output import check_output, prepare_output, remove_empty
 from eagle_trace.patience import FOLDER_SECONDS, MAX_WAIT, leave_behind, refuse_one_more
 from eagle_trace.sketch import Reduced
 from eagle_trace.store import Place, join, open_store, reason
-from eagle_trace.streams import Streams
+from eagle_trace.streams import Part, Streams
 
 __all__ = ["Shard", "TraceWriter", "check_output", "prepare_output", "remove_empty"]
 
@@ -111,8 +110,6 @@ class TraceWriter:
         self._dirty = False
         self._prepare = prepare
         self._mine = False
-        self._together: list[tuple[str, Any]] | None = None
-        self._together_bytes = 0
         self._opened = threading.Event()
         self._thread = threading.Thread(target=self._run, name="eagle-trace-writer", daemon=True)
         self._thread.start()
@@ -176,18 +173,13 @@ class TraceWriter:
         """Count `seconds` that the host has waited for the disk of its own accord."""
         self._inbox.spend(seconds)
 
-    @property
-    def _leads(self) -> bool:
-        """Whether this rank writes what all ranks of its group know."""
-        return self.manifest.tp_rank == 0
-
     def put_rows(self, rows: Rows, training: Mapping[str, Array] | None = None) -> None:
         """Take the keys of one forward's draft rows, and columns of `schema.TRAINING` [T] that are known of them."""
         if self.failure is None:
             # keys count as well, on every rank: at level ``shapes`` they are all there is
             self._taken += ROW_BYTES * len(rows)
-        if len(rows) and self._leads:
-            self._put("rows", (self._numbered(rows), training or {}), ROW_BYTES * len(rows))
+        if len(rows):
+            self._put("rows", (rows, training or {}), ROW_BYTES * len(rows))
 
     def put_values(self, site: str, rows: Rows, values: Array | Reduced, shard: Shard | None = None) -> None:
         """Take the rows of one site: `values` [T, W] in the host's dtype, owned by the writer from now on.
@@ -206,13 +198,12 @@ class TraceWriter:
             if self.failure is None:
                 # of whole rows, and of nothing that only one rank writes: ranks must stop before the same call
                 self._taken += kept_bytes(values, level, shard) * (shard.count if shard else 1)
-            self._put("values", (site, self._numbered(rows), values, shard), values.nbytes)
+            self._put("values", (site, rows, values, shard), values.nbytes)
 
     def put_topk(self, rows: Rows, draft_ids: Array, target_ids: Array, logits: Array, logprobs: Array) -> None:
         """Take the best ids of each row: four arrays [T, K], best first."""
-        if len(rows) and self._leads:
-            size = draft_ids.size * 32
-            self._put("topk", (self._numbered(rows), draft_ids, target_ids, logits, logprobs), size)
+        if len(rows):
+            self._put("topk", (rows, draft_ids, target_ids, logits, logprobs), draft_ids.size * 32)
 
     def put_record(self, table: str, record: Mapping[str, Any] | Callable[[], Mapping[str, Any]]) -> None:
         """Take one row of a small table (prompts, calls, params, rounds, floors) as a mapping of its columns.
@@ -220,29 +211,26 @@ class TraceWriter:
         A prompt may be given more than once, as more of it is known: the last row of a `prompt_id` counts. A row that
         takes time to make is given as a function, which the writer's thread calls.
         """
-        if self._leads or table == "params":
-            made = record if callable(record) else dict(record)
-            self._put("record", (table, made), 256)
+        self._put("record", (table, record if callable(record) else dict(record)), 256)
 
-    @contextlib.contextmanager
-    def together(self, call_id: int) -> Iterator[None]:
-        """What is put within this context, by one thread, belongs to forward `call_id`: all of it is taken, or nothing.
+    def put_late(
+        self, make: Callable[[], Iterable[Part]], size: int, *, call: int | None = None, kept: int = 0
+    ) -> None:
+        """Take what `make` gives when the writer's thread calls it: all that belongs together, such as a forward.
 
-        Costs the host less than one thing after the other, and nothing is taken of a forward whose context raises.
+        All of it is taken, or nothing. A part is what is put otherwise: ``("rows", (rows, training))``,
+        ``("values", (site, rows, values, shard))``, ``("topk", (rows, draft_ids, target_ids, logits, logprobs))`` or
+        ``("record", (table, record))``. What `make` raises ends the recording.
+
+        Args:
+            make: called once.
+            size: bytes held until it is written.
+            call: the forward it belongs to, if to one; numbers only grow.
+            kept: bytes of it that count for the budget.
         """
-        self._together, self._together_bytes = [], 0
-        try:
-            yield
-            parts, size = self._together, self._together_bytes
-        finally:
-            self._together = None
-        if parts and self.failure is None:
-            self._inbox.put("parts", parts, size, call_id + self._first_id)
-
-    def _numbered(self, rows: Rows) -> Rows:
-        if not self._first_id:
-            return rows
-        return replace(rows, prompt_id=rows.prompt_id + self._first_id, call_id=rows.call_id + self._first_id)
+        if self.failure is None:
+            self._taken += kept
+            self._inbox.put("late", make, size, None if call is None else call + self._first_id)
 
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until all that was taken so far is in whole files: whether it is, within `timeout` seconds."""
@@ -321,10 +309,7 @@ class TraceWriter:
     # ---- the background thread --------------------------------------------------------------------------------
 
     def _put(self, kind: str, item: Any, size: int) -> None:
-        if self._together is not None:
-            self._together.append((kind, item))
-            self._together_bytes += size
-        elif self.failure is None:
+        if self.failure is None:
             self._inbox.put(kind, item, size, self._call_of(kind, item))
 
     def _call_of(self, kind: str, item: Any) -> int | None:
@@ -333,7 +318,7 @@ class TraceWriter:
             call = None if callable(item[1]) else item[1].get("call_id")
             return None if call is None else int(call) + self._first_id
         rows = item[1] if kind == "values" else item[0]
-        return int(rows.call_id[0])
+        return int(rows.call_id[0]) + self._first_id
 
     def _run(self) -> None:
         try:
@@ -422,8 +407,16 @@ class TraceWriter:
             self._save()
         self._call = self._call if call is None else call
         self._dirty = True
-        for one in item if kind == "parts" else [(kind, item)]:
+        for one in self._made(item) if kind == "late" else [(kind, item)]:
             self._streams.add(*one)
+
+    def _made(self, make: Callable[[], Iterable[Part]]) -> list[Part]:
+        """The parts of a forward; where they cannot be made, what was taken before is kept."""
+        try:
+            return list(make())
+        except Exception:
+            self._save()
+            raise
 
     def _save(self) -> None:
         """Put all that was taken into whole files, and say in the open seal that they belong together."""

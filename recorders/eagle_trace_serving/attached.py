@@ -16,7 +16,8 @@ from typing import Any
 
 from eagle_trace.errors import EagleTraceError, UsageError
 from eagle_trace.patience import MAX_WAIT, parse_wait
-from eagle_trace.selection import Selection, parse_bytes
+from eagle_trace.recording.wanted import parse_wanted
+from eagle_trace.selection import parse_bytes
 from eagle_trace_serving.admission import DEFAULT_REQUESTS, Admission
 from eagle_trace_serving.control import Control, Named, next_place
 from eagle_trace_serving.environment import OUT, OWN, PREFIX, RECORD_OTHERS
@@ -119,17 +120,12 @@ def order_of(environment: Mapping[str, str]) -> Order | None:
     """
     given = {name.removeprefix(PREFIX): value for name, value in environment.items() if name.startswith(PREFIX)}
     requests = _number(given, "REQUESTS", int, DEFAULT_REQUESTS)
-    budget = given.get("MAX_BYTES")
+    kept = parse_wanted({name.lower(): text for name, text in given.items()}, PREFIX, ("sites", "roots", "steps"))
     order = Order(
         out=given["OUT"],
         admission=Admission(None, requests or None, given.get("MATCH", ""), _number(given, "SAMPLE", float, 1.0)),
-        level=given.get("LEVEL", "values"),
-        max_bytes=parse_bytes(budget) if budget else None,
-        selection=Selection.parse(sites=given.get("SITES"), roots=given.get("ROOTS"), steps=given.get("STEPS")),
-        keep_cuda_graphs=_is_on(given.get("KEEP_CUDA_GRAPHS", "")),
-        seconds=_number(given, "SECONDS", float, 0.0) or None,
-        max_wait=parse_wait(given["MAX_WAIT"], f"{PREFIX}MAX_WAIT") if "MAX_WAIT" in given else None,
         keep_empty=False,
+        **kept,
     )
     return order if requests else None
 
@@ -152,10 +148,6 @@ def ceiling_of(environment: Mapping[str, str]) -> int:
 def opted_in(environment: Mapping[str, str]) -> bool:
     """Whether everybody may record everybody, where there is no key: only if it was said in so many words."""
     return environment.get(RECORD_OTHERS, "").strip().lower() in ("1", "true", "yes", "on")
-
-
-def _is_on(value: str) -> bool:
-    return value not in ("", "0")
 
 
 def _number(given: Mapping[str, str], name: str, kind: Any, default: Any) -> Any:

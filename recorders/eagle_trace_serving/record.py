@@ -219,7 +219,8 @@ def _hidden_beside(out: Path) -> Iterator[Path]:
 def _check_order(admission: Admission, seconds: float | None, options: Mapping[str, Any]) -> None:
     """Refuse here what the server would refuse: an order that makes no sense (UsageError)."""
     budget = options.get("max_bytes")
-    Order("", admission, options.get("level", "values"), parse_bytes(budget) if budget else None, seconds=seconds)
+    most = parse_bytes(budget) if budget else None
+    Order("", admission, level=options.get("level", "values"), max_bytes=most, seconds=seconds)
 
 
 def _request(prompts: Path, selection: Selection, max_new_tokens: int, batch_size: int, temperature: float) -> Request:

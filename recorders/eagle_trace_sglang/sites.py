@@ -6,7 +6,7 @@ both their inputs, rotation overwrites q and k).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from eagle_trace.capture import Shard
@@ -57,8 +57,12 @@ def _layer(n: int, path: str, model: Any) -> Iterator[Tap]:
     q, kv = (find(model, size) or 0 for size in sizes)
     for part, start, end in (("q", 0, q), ("k", q, q + kv), ("v", q + kv, q + 2 * kv)):
         shard = queries if part == "q" else keys
-        yield after(fused, f"{at}.attn.{part}", lambda output, s=start, e=end: first(output)[..., s:e], shard=shard)
+        yield after(fused, f"{at}.attn.{part}", _columns(start, end), shard=shard)
     yield from layer_taps(n, path, model)
+
+
+def _columns(start: int, end: int) -> Callable[[Any], Any]:
+    return lambda output: first(output)[..., start:end]
 
 
 def hook_draft(hooks: Hooks, model: Any, receive: Receive) -> dict[str, str]:

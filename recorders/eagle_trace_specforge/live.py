@@ -13,11 +13,12 @@ from specforge.algorithms.eagle3 import model as eagle3
 from specforge.modeling.draft.llama3_eagle import LlamaForCausalLMEagle3
 from specforge.modeling.target.target_head import TargetHead
 
+from eagle_trace.capture import Array
 from eagle_trace.checkpoints import config_digest
 from eagle_trace.errors import HostError, UsageError
 from eagle_trace.manifest import Manifest
-from eagle_trace.recording.arrays import to_array
 from eagle_trace.recording.hooks import Hooks
+from eagle_trace.recording.stage import Held
 from eagle_trace_specforge.sites import SiteTap
 from eagle_trace_training.batches import PADDING, Batch
 from eagle_trace_training.host import HungTaps, Receive, TrainingHost
@@ -87,41 +88,21 @@ class LiveModel:
     def _shifted(self, args: tuple[Any, ...], given: dict[str, Any]) -> None:
         self._unshifted = given["input_ids"] if "input_ids" in given else args[1]
 
-    def batch(self, given: Mapping[str, Any]) -> Batch:
-        """The forward's arguments, by name, as plain numbers; a document per row, padded on the right.
+    def batch(self, given: Mapping[str, Any], keep: Callable[[Any], Held]) -> Callable[[], Batch]:
+        """The forward's arguments, by name: a document per row, padded on the right.
 
         The row of a document's last token is fed what the shift leaves (0), so it is no data.
 
         Raises:
             HostError: the positions are not one number per token.
         """
-        tokens = to_array(given["input_ids"], copy=False).astype(np.int32)
-        mask = given.get("attention_mask")
-        held = np.ones(tokens.shape, bool) if mask is None else to_array(mask, copy=False).astype(bool)
         places = given.get("position_ids")
         if places is not None and places.ndim != 2:
             raise HostError("the forward was given positions of several axes: this draft's rotation is not recorded")
-        positions = np.arange(tokens.shape[1]) if places is None else to_array(places, copy=False)
-        last = held.shape[1] - 1 - held[:, ::-1].argmax(axis=1)
-        fed = held.copy()
-        fed[np.arange(len(fed)), last] = False
-        documents = np.where(fed, np.arange(len(fed))[:, None], PADDING)
-        return Batch(
-            tokens.reshape(-1),
-            np.broadcast_to(positions, tokens.shape).reshape(-1).astype(np.int32),
-            documents.reshape(-1).astype(np.int32),
-            to_array(given["loss_mask"].reshape(-1), copy=False).astype(np.bool_),
-            width=tokens.shape[1],
-            first=self._first(tokens, fed.any(axis=1)),
-        )
-
-    def _first(self, tokens: Any, documents: Any) -> Any:
-        """x_0 of each document, if the shift before this forward was seen."""
         unshifted, self._unshifted = self._unshifted, None
-        if unshifted is None or tuple(unshifted.shape) != tokens.shape:
-            return None
-        ids = to_array(unshifted, copy=False).astype(np.int32)
-        return ids[documents, 0] if np.array_equal(ids[:, 1:], tokens[:, :-1]) else None
+        tensors = {name: given.get(name) for name in ("input_ids", "attention_mask", "position_ids", "loss_mask")}
+        held = {name: keep(one) for name, one in (tensors | {"unshifted": unshifted}).items() if one is not None}
+        return lambda: batch_of({name: one.array for name, one in held.items()})
 
     def settings(self, given: Mapping[str, Any]) -> dict[str, Any]:  # noqa: ARG002 (the model itself holds them)
         """How training runs the draft; and how far its rotary tables reach, which one long sequence builds anew."""
@@ -133,8 +114,35 @@ class LiveModel:
             "max_position_embeddings": getattr(rotary, "max_position_embeddings", None),
         }
 
-    def metrics(self, output: Any) -> Iterator[tuple[str, float, int | None]]:
+    def metrics(self, output: Any) -> Iterator[tuple[str, Any, int | None]]:
         """Losses and accuracies of each step."""
         for name, values in zip(METRICS, output, strict=False):
             for step, value in enumerate(values):
-                yield name, float(value), step
+                yield name, value, step
+
+
+def batch_of(given: Mapping[str, Array]) -> Batch:
+    """The forward's arguments [B, T] and what they were before the shift, by name, as plain numbers."""
+    tokens = given["input_ids"].astype(np.int32)
+    held = given["attention_mask"].astype(bool) if "attention_mask" in given else np.ones(tokens.shape, bool)
+    positions = given.get("position_ids", np.arange(tokens.shape[1]))
+    last = held.shape[1] - 1 - held[:, ::-1].argmax(axis=1)
+    fed = held.copy()
+    fed[np.arange(len(fed)), last] = False
+    documents = np.where(fed, np.arange(len(fed))[:, None], PADDING)
+    return Batch(
+        tokens.reshape(-1),
+        np.broadcast_to(positions, tokens.shape).reshape(-1).astype(np.int32),
+        documents.reshape(-1).astype(np.int32),
+        given["loss_mask"].reshape(-1).astype(np.bool_),
+        width=tokens.shape[1],
+        first=_first(given.get("unshifted"), tokens, np.flatnonzero(fed.any(axis=1))),
+    )
+
+
+def _first(unshifted: Array | None, tokens: Array, documents: Array) -> Array | None:
+    """x_0 of each document, if the shift before this forward was seen."""
+    if unshifted is None or unshifted.shape != tokens.shape:
+        return None
+    ids = unshifted.astype(np.int32)
+    return ids[documents, 0] if np.array_equal(ids[:, 1:], tokens[:, :-1]) else None

@@ -20,9 +20,9 @@ Receive = Callable[[int, str, Any], None]
 
 def taps(model: Any) -> list[Tap]:
     """Every site of a draft that a module shows; `SiteTap` adds what is rotated."""
-    last = f"layers.{len(model.layers) - 1}"
-    # whether the next step receives the normed state, or the state itself
-    carried = "norm" if model.config.norm_output else last
+    # the next step receives the normed state, or the state itself
+    normed = model.config.norm_output
+    state = [] if normed else [after(f"layers.{len(model.layers) - 1}", "carry")]
     return [
         before("fc", "fc.in", name="hidden_states"),
         after("fc", "fc.out"),
@@ -30,9 +30,10 @@ def taps(model: Any) -> list[Tap]:
         after("embed_tokens", "embed"),
         before("rotary_emb", "position", 1),
         Tap("layers.0", "before", "hidden", _second_half),
+        *state,
         *(tap for n in range(len(model.layers)) for tap in _layer(n)),
         after("norm", "norm"),
-        after(carried, "carry"),
+        *([after("norm", "carry")] if normed else []),
         after("lm_head", "logits"),
     ]
 

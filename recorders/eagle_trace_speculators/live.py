@@ -15,11 +15,12 @@ import speculators.models.attention
 import torch
 from speculators.models.eagle3 import Eagle3DraftModel
 
+from eagle_trace.capture import Array
 from eagle_trace.checkpoints import config_digest
 from eagle_trace.errors import CheckpointError, HostError, UsageError
 from eagle_trace.manifest import Manifest
-from eagle_trace.recording.arrays import to_array
 from eagle_trace.recording.hooks import Hooks
+from eagle_trace.recording.stage import Held
 from eagle_trace_speculators.hooks import SiteTap
 from eagle_trace_speculators.load import config_facts, is_compiled, uncompiled
 from eagle_trace_training.batches import Batch
@@ -86,9 +87,13 @@ class LiveModel:
             changes.append("nothing was run compiled while recording (torch.compile was given the model)")
         return tap, changes
 
-    def batch(self, given: Mapping[str, Any]) -> Batch:
-        """See `batch_of`."""
-        return batch_of(given)
+    def batch(self, given: Mapping[str, Any], keep: Callable[[Any], Held]) -> Callable[[], Batch]:
+        """One packed row of tokens; raises HostError if it is not."""
+        if given["input_ids"].shape[0] != 1:
+            raise HostError(f"the forward was given {given['input_ids'].shape[0]} rows of tokens, not one packed row")
+        names = ("input_ids", "document_ids", "position_ids", "loss_mask")
+        held = {name: keep(given[name].reshape(-1)) for name in names if given.get(name) is not None}
+        return lambda: batch_of({name: one.array for name, one in held.items()})
 
     def settings(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """How training runs the draft."""
@@ -97,15 +102,15 @@ class LiveModel:
             "attention": self.draft._attn_impl,
         }
 
-    def metrics(self, output: Any) -> Iterator[tuple[str, float, int | None]]:
+    def metrics(self, output: Any) -> Iterator[tuple[str, Any, int | None]]:
         """The loss and speculators' own metrics; none where no verifier was given, so that there is no loss."""
         if not (isinstance(output, tuple) and len(output) == 3):
             return
         _, loss, metrics = output
-        yield "loss", float(loss), None
+        yield "loss", loss, None
         for name, value in metrics.items():
             step = STEP_OF_METRIC.search(name)
-            yield name, float(value), int(step.group(1)) if step else None
+            yield name, value, int(step.group(1)) if step else None
 
 
 def unwrapped(model: Any) -> tuple[Any, bool]:
@@ -139,19 +144,8 @@ def _target(config: Any) -> dict[str, Any]:
         return {"path": name}
 
 
-def batch_of(given: Mapping[str, Any]) -> Batch:
-    """The forward's arguments, by name, as plain numbers.
-
-    Raises:
-        HostError: they are not one packed row of tokens.
-    """
-    if given["input_ids"].shape[0] != 1:
-        raise HostError(f"the forward was given {given['input_ids'].shape[0]} rows of tokens, not one packed row")
-    flat = {
-        name: to_array(given[name].reshape(-1), copy=False)
-        for name in ("input_ids", "document_ids", "position_ids", "loss_mask")
-        if given.get(name) is not None
-    }
+def batch_of(flat: Mapping[str, Array]) -> Batch:
+    """The forward's arguments [T], by name."""
     tokens = flat["input_ids"].astype(np.int32)
     # without positions the forward counts rows from 1, over all documents
     positions = flat.get("position_ids", np.arange(1, len(tokens) + 1)).astype(np.int32)

@@ -144,21 +144,17 @@ def _options(environment: Mapping[str, str]) -> dict[str, Any]:
         UsageError: a value is not of its kind.
     """
     from eagle_trace.errors import UsageError
-    from eagle_trace.patience import parse_wait
-    from eagle_trace.selection import Selection
+    from eagle_trace.recording.wanted import parse_wanted
 
     given = {name.lower(): value for name in VALUES if (value := environment.get(f"{PREFIX}{name}"))}
-    options: dict[str, Any] = {name: given[name] for name in ("out", "level") if name in given}
-    for name in ("batches", "max_bytes", "first_token"):
+    options: dict[str, Any] = {"out": given["out"]} if "out" in given else {}
+    for name in ("batches", "first_token"):
         if name in given:
             try:
                 options[name] = int(given[name])
             except ValueError as error:
                 raise UsageError(f"{PREFIX}{name.upper()} must be a number, not {given[name]!r}") from error
-    if "max_wait" in given:
-        options["max_wait"] = parse_wait(given["max_wait"], f"{PREFIX}MAX_WAIT")
-    kept = {name: given.get(name) for name in ("sites", "roots", "steps", "prompts")}
-    return options | {"selection": Selection.parse(**kept)}
+    return options | parse_wanted(given, PREFIX)
 
 
 VALUES = ("OUT", "BATCHES", "LEVEL", "MAX_BYTES", "FIRST_TOKEN", "SITES", "ROOTS", "STEPS", "PROMPTS", "MAX_WAIT")

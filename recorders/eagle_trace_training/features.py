@@ -11,10 +11,11 @@ import ml_dtypes
 import numpy as np
 import torch
 
-from eagle_trace.capture import Array, sample_channels
+from eagle_trace.capture import Array
 from eagle_trace.errors import CheckpointError, UsageError
 from eagle_trace.reader import Trace, ValueReader, read_keys
 from eagle_trace.recording.hooks import Hooks
+from eagle_trace.sketch import sample_channels
 from eagle_trace_training.host import Sample, TrainingHost
 from eagle_trace_training.numerics import DTYPES, computing_in, quiet, raise_dtype
 from eagle_trace_training.replay import Task
@@ -143,12 +144,18 @@ class LayerSamples:
     Args:
         decoder: the target's decoder.
         roots: roots of all prompts together; every k-th is kept, such that at most `SAMPLED_ROOTS` are.
+
+    Attributes:
+        records: the rows.
+        channels: which channels they hold, int64, ascending; none before the first forward.
     """
 
     SAMPLED_ROOTS = 512
 
     def __init__(self, decoder: Any, roots: int) -> None:
         self.records: list[dict[str, Any]] = []
+        self.channels = np.empty(0, dtype=np.int64)
+        self._index: Any = None
         self._decoder = decoder
         self._stride = max(1, -(-roots // self.SAMPLED_ROOTS))
         self._found: dict[int, Array] = {}
@@ -177,7 +184,10 @@ class LayerSamples:
         self._found[layer] = self._sampled(hidden)
 
     def _sampled(self, hidden: Any) -> Array:
-        channels = torch.from_numpy(sample_channels(hidden.shape[-1])).to(hidden.device)
+        if self._index is None:
+            self.channels = sample_channels(hidden.shape[-1])
+            self._index = torch.from_numpy(self.channels).to(hidden.device)
+        channels = self._index
         sampled: Array = hidden[0, :: self._stride].index_select(-1, channels).float().cpu().numpy()
         return sampled
 

@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
-from eagle_trace.capture import Array
+from eagle_trace.capture import Rows
 from eagle_trace.errors import HostError
 from eagle_trace.manifest import Manifest
-from eagle_trace.recording.arrays import to_array
+from eagle_trace.recording.forward import Forward
 from eagle_trace.recording.hooks import Hooks
-from eagle_trace.sites import fused_slices
 from eagle_trace_training.documents import Pack
 from eagle_trace_training.host import HungTaps, LoadedDraft
 from eagle_trace_training.numerics import DTYPES, computing_in
-
-#: receives (step, site, rows [captured rows, W]) of every value site
-Take = Callable[[int, str, Array], None]
-Shapes = dict[int, list[dict[str, Any]]]
 
 INTEGER_SITES = ("token", "position")
 
@@ -50,20 +44,14 @@ class PackRunner:
     Args:
         draft: the loaded draft.
         dtype: on-disk name of the dtype the model computes in.
-
-    `guesses` holds, after a run, the logits of the pack's guesses [rows, V] by step.
     """
 
     def __init__(self, draft: LoadedDraft, dtype: str) -> None:
         self._draft = draft
         self._dtype = dtype
         self._hooks = Hooks()
-        self._index: list[Any] = []
-        self._take: Take | None = None
-        self._shapes: Shapes = {}
-        self._fed: dict[tuple[int, str], Array] = {}
-        self._guess_index: list[Any] = []
-        self.guesses: dict[int, Array] = {}
+        self._forwards: Sequence[Forward] = ()
+        self._guesses: list[tuple[Rows, Any, int]] = []
 
     def __enter__(self) -> PackRunner:
         try:
@@ -76,60 +64,42 @@ class PackRunner:
     def __exit__(self, *_: object) -> None:
         self._hooks.remove()
 
-    def run(self, pack: Pack, features: Any, take: Take) -> Shapes:
+    def run(
+        self, pack: Pack, features: Any, forwards: Sequence[Forward], guesses: Sequence[tuple[Rows, Any, int]]
+    ) -> None:
         """Run all steps of a pack.
 
         Args:
             pack: the documents.
             features: target features [T, n * G], zeros where a row has none.
-            take: receives the captured rows of every value site, as the forward reaches it.
-
-        Returns:
-            For each step the sites seen with the forward's shape [T, W] and dtype, in the order of the
-            forward.
+            forwards: each step's; takes what its sites show.
+            guesses: for each step rows of which the best ids alone are kept, their index, and how many; [] for none.
 
         Raises:
             HostError: the forward fed another token, or rotated by another position, than the pack says.
         """
         device = self._draft.model.fc.weight.device
-        self._index = [torch.from_numpy(pack.index(step)).to(device) for step in range(pack.steps)]
-        guesses = [pack.index(step, guesses=True) for step in range(pack.steps)]
-        self._guess_index, self.guesses = [torch.from_numpy(one).to(device) for one in guesses], {}
-        self._take, self._shapes, self._fed = take, {step: [] for step in range(pack.steps)}, {}
         hidden_states = features.to(device=device, dtype=DTYPES[self._dtype])
-        with computing_in(self._dtype):
-            self._given(hidden_states)
-            self.tap.restart()
-            self._draft.host.forward(self._draft.model, pack, hidden_states)
-        self._take = None
-        self._check_fed(pack)
-        return self._shapes
-
-    def _given(self, hidden_states: Any) -> None:
-        for name, columns in fused_slices(hidden_states.shape[-1], self._draft.hidden_size):
-            self._receive(0, name, hidden_states[..., columns])
-        self._receive(0, "fused", hidden_states)
+        self._guesses = [(rows, torch.from_numpy(index).to(device), count) for rows, index, count in guesses]
+        self._forwards = forwards
+        try:
+            with computing_in(self._dtype):
+                forwards[0].take_features(hidden_states)
+                self.tap.restart()
+                self._draft.host.forward(self._draft.model, pack, hidden_states)
+        finally:
+            self._forwards = ()
 
     def _receive(self, step: int, site: str, tensor: Any) -> None:
         # what one forward computes beyond its last step shows the last carry only; and a wrapped function of the
         # trainer's module is heard by all runners
-        if self._take is None or step >= len(self._index):
+        if step >= len(self._forwards):
             return
-        integer = site in INTEGER_SITES
-        flat = tensor.reshape(-1) if integer else tensor.reshape(-1, tensor.shape[-1])
-        rows = to_array(flat.index_select(0, self._index[step]))
-        if integer:
-            self._fed[step, site] = rows
+        forward = self._forwards[step]
+        if site in INTEGER_SITES:
+            forward.expect(site, tensor, lambda: feeds_another(self._draft.host.name, site, step))
             return
-        if site == "logits" and len(self._guess_index[step]):
-            self.guesses[step] = to_array(flat.index_select(0, self._guess_index[step]))
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        self._shapes[step].append({"site": site, "shape": list(flat.shape), "dtype": dtype})
-        self._take(step, site, rows)
-
-    def _check_fed(self, pack: Pack) -> None:
-        for step in range(pack.steps):
-            expected = pack.rows(step, 0)
-            for site, column in (("token", expected.token_id), ("position", expected.position)):
-                if not np.array_equal(self._fed[step, site], column):
-                    raise feeds_another(self._draft.host.name, site, step)
+        if site == "logits" and self._guesses and len(self._guesses[step][1]):
+            rows, index, count = self._guesses[step]
+            forward.take_more_best(rows, tensor.reshape(-1, tensor.shape[-1]).index_select(0, index), count)
+        forward.take(site, tensor)

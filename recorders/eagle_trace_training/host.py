@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from eagle_trace.capture import Array
     from eagle_trace.manifest import Manifest
     from eagle_trace.recording.hooks import Hooks
+    from eagle_trace.recording.stage import Held
     from eagle_trace_training.batches import Batch
     from eagle_trace_training.documents import Document, Pack
 
@@ -180,14 +181,18 @@ class LiveDraft(Protocol):
         """
         ...
 
-    def batch(self, given: Mapping[str, Any]) -> Batch:
-        """The forward's arguments, by name, as plain numbers; raises HostError for what they cannot be."""
+    def batch(self, given: Mapping[str, Any], keep: Callable[[Any], Held]) -> Callable[[], Batch]:
+        """The forward's arguments, by name; raises HostError for what they cannot be.
+
+        They may lie on a device: `keep` takes a tensor along, and what is returned makes plain numbers of the arrays
+        once they are there.
+        """
         ...
 
     def settings(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """How training runs the draft: steps, attention."""
         ...
 
-    def metrics(self, output: Any) -> Iterator[tuple[str, float, int | None]]:
-        """(name, value, step or None) of what the forward returned."""
+    def metrics(self, output: Any) -> Iterator[tuple[str, Any, int | None]]:
+        """(name, value, step or None) of what the forward returned; a value is a number, or a tensor of one."""
         ...

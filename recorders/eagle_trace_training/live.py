@@ -23,7 +23,6 @@ import torch
 from eagle_trace.errors import HostError, UsageError
 from eagle_trace.manifest import Manifest, without_secrets
 from eagle_trace.patience import MAX_WAIT
-from eagle_trace.prompts import prompts_digest
 from eagle_trace.recording.hooks import Hooks
 from eagle_trace.selection import EVERYTHING, Selection
 from eagle_trace.store import as_place
@@ -96,8 +95,10 @@ def recording(
         selection = Selection(selection.sites, selection.roots, ((0, steps),), selection.prompts)
     datasets = dataset if isinstance(dataset, tuple) else () if dataset is None else (dataset,)
     place = as_place(str(out))
-    options = LiveOptions(place, batches, level, selection, max_bytes, first_token, datasets, force, max_wait)
-    options.check()
+    options = LiveOptions(
+        place, batches, first_token, datasets, force,
+        level=level, selection=selection, max_bytes=max_bytes, max_wait=max_wait,
+    )  # fmt: skip
     return Recording(host.live(model), options)
 
 
@@ -202,8 +203,8 @@ class Recording:
         if taker.open:
             raise HostError("the forward before this one raised: the rest of its batch was never computed")
         given = self._live.signature.bind(None, *args, **kwargs).arguments
-        batch = self._live.batch(given)
-        if not batch.documents:
+        begun = taker.read(given)
+        if begun is None:
             return
         if self._versions is None:
             self._describe(given)
@@ -214,7 +215,7 @@ class Recording:
             )
         if self._writer.accepting:
             self._tap.restart()
-            taker.begin(batch, given["hidden_states"].detach())
+            taker.begin(begun, given["hidden_states"].detach())
         else:
             self._over()
 
@@ -307,13 +308,6 @@ class Recording:
             manifest.stopped = manifest.stopped or why
             if taker is not None:
                 taker.close()
-                manifest.settings["recorded_batches"] = taker.batches
-                manifest.prompts_digest = prompts_digest(taker.keys)
-                if taker.unknown:
-                    manifest.warnings.append(
-                        f"the first token of {taker.unknown} of {len(taker.keys)} documents is not known (training's "
-                        "shift drops it): token_ids begins with -1 there; give recording() dataset= or first_token="
-                    )
             self._writer.seal()
             if manifest.stopped == TOO_SLOW:
                 logger.warning("recording into %s ended early: %s", self.path, TOO_SLOW)

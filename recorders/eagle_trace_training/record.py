@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eagle_trace import __version__
-from eagle_trace.capture import LEVELS
 from eagle_trace.checkpoints import read_config
 from eagle_trace.errors import PromptsError, UsageError
 from eagle_trace.manifest import Manifest
 from eagle_trace.prompts import Prompt, check_tokens, prompts_digest, read_prompts, tokenize
-from eagle_trace.selection import EVERYTHING, Selection
+from eagle_trace.recording.wanted import Wanted
 from eagle_trace.store import Place, same_place
 from eagle_trace.writer import TraceWriter, prepare_output, remove_empty
 from eagle_trace_training.replay import Task, open_replay, replay_tasks
@@ -30,7 +29,7 @@ Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class TrainOptions:
+class TrainOptions(Wanted):
     """What a train recording is asked to do; names as on the command line.
 
     Attributes:
@@ -46,9 +45,6 @@ class TrainOptions:
             trained with, or as the server did.
         dtype: on-disk dtype name, or ``auto``: the replayed trace's, else the draft checkpoint's.
         device: ``auto``, ``cpu`` or ``cuda``.
-        level: how much of each row to keep.
-        max_bytes: stop after so many bytes of captures.
-        selection: which sites, roots, steps and prompts to keep.
         force: replace the trace at `out`.
         argv: command line, for the manifest.
     """
@@ -62,9 +58,6 @@ class TrainOptions:
     steps: int | None = None
     dtype: str = "auto"
     device: str = "auto"
-    level: str = "values"
-    max_bytes: int | None = None
-    selection: Selection = EVERYTHING
     force: bool = False
     argv: list[str] | tuple[str, ...] = ()
 
@@ -78,8 +71,6 @@ class TrainOptions:
             raise UsageError("--features compute runs the target: give --target, or take --features serve")
         if self.steps is not None and self.steps < 1:
             raise UsageError(f"--steps must be 1 or more, not {self.steps}")
-        if self.level not in LEVELS:
-            raise UsageError(f"--level must be one of {', '.join(LEVELS)}, not {self.level!r}")
         if self.replay is not None and same_place(self.out, self.replay):
             raise UsageError(f"--out {self.out} is the trace to replay: choose another")
 

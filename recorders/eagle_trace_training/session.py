@@ -5,29 +5,24 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
-from eagle_trace.capture import Array
-from eagle_trace.recording.arrays import best_ids
+from eagle_trace.capture import Rows
+from eagle_trace.recording.arrays import to_array
+from eagle_trace.recording.forward import TOPK, Forward, Forwards, offsets_to_ids
 from eagle_trace.selection import EVERYTHING, Selection, select_prompts
 from eagle_trace.writer import TraceWriter
-from eagle_trace_training.documents import Document, Pack, replayed, teacher_forced
+from eagle_trace_training.documents import Document, Index, Pack, replayed, teacher_forced
 from eagle_trace_training.features import ComputedFeatures, Features
 from eagle_trace_training.floors import REFERENCE, Floors
 from eagle_trace_training.forward import PackRunner, say_seen
 from eagle_trace_training.host import LoadedDraft
 from eagle_trace_training.numerics import raise_dtype, row_budget
 from eagle_trace_training.replay import Task
-
-TOPK = 10
-
-
-def keeps_best(selection: Selection) -> bool:
-    """Whether the best ids of rows (topk.parquet) are kept."""
-    return selection.wants("topk.draft_id") or selection.wants("topk.target_id")
 
 
 @dataclass
@@ -53,7 +48,13 @@ class Session:
     writer: TraceWriter
     progress: Callable[[str], None]
     selection: Selection = EVERYTHING
-    _next_call: int = 0
+
+    def __post_init__(self) -> None:
+        d2t = self.draft.model.d2t
+        target_ids = offsets_to_ids(None if d2t is None else to_array(d2t))
+        # every row of every site: how far rounding takes it is measured, whatever the trace keeps
+        made = partial(Forwards, self.writer, self.selection, self.draft.hidden_size, target_ids, in_full=True)
+        self._forwards, self._reference = made(), made()
 
     @property
     def trees(self) -> bool:
@@ -81,8 +82,8 @@ class Session:
                 self._record(batch, tasks, low, high, floors)
                 if (number + 1) % max(1, len(packs) // 10) == 0:
                     self.progress(f"draft: {number + 1} of {len(packs)} forwards")
-        for record in floors.records():
-            self.writer.put_record("floors", record)
+        self._reference.stage.later(lambda: (("record", ("floors", record)) for record in floors.records()))
+        self._reference.send()
 
     def _documents(self, task: Task) -> list[Document]:
         count = self.features.count(task)
@@ -96,6 +97,7 @@ class Session:
         for task in self.tasks:
             self.writer.put_record("prompts", task.record)
         if isinstance(self.features, ComputedFeatures):
+            self.writer.manifest.settings["layer_channels"] = self.features.layers.channels.tolist()
             for record in self.features.layers.records:
                 self.writer.put_record("layers", record)
         for record in self.draft.host.params(self.draft.model, self.draft.stored):
@@ -107,52 +109,37 @@ class Session:
                 )
 
     def _record(self, batch: Pack, tasks: dict[int, Task], low: PackRunner, high: PackRunner, floors: Floors) -> None:
-        captured: dict[tuple[int, str], Array] = {}
-
-        def keep(step: int, site: str, rows: Array) -> None:
-            captured[step, site] = rows
-
-        def compare(step: int, site: str, rows: Array) -> None:
-            floors.add(site, step, captured[step, site], rows)
-
-        shapes = low.run(batch, self._fused(batch, tasks, reference=False), keep)
-        if not self._next_call:
-            say_seen(self.writer.manifest, low.tap)
-        high.run(batch, self._fused(batch, tasks, reference=True), compare)
-        for step in range(batch.steps):
-            rows = batch.rows(step, self._next_call)
-            kept = np.flatnonzero(self.selection.mask(rows))
-            call = {
-                "call_id": self._next_call,
-                "role": "draft",
-                "mode": "train",
-                "batch_size": len(batch.documents),
-            }
-            self.writer.put_record("calls", call | {"tokens": len(batch), "shapes": shapes[step]})
-            if len(kept) < len(rows):
-                rows = rows.take(kept)
-                captured |= {key: values[kept] for key, values in captured.items() if key[0] == step}
-            self.writer.put_rows(rows)
-            for entry in shapes[step]:
-                if self.selection.wants(entry["site"]):
-                    self.writer.put_values(entry["site"], rows, captured[step, entry["site"]])
-            if len(rows) and keeps_best(self.selection) and self.writer.manifest.level != "shapes":
-                draft_ids, logits, logprobs = best_ids(captured[step, "logits"], TOPK)
-                self.writer.put_topk(rows, draft_ids, self._target_ids(draft_ids), logits, logprobs)
-            self._put_guesses(batch, step, low.guesses.get(step))
-            self._next_call += 1
-
-    def _put_guesses(self, batch: Pack, step: int, logits: Array | None) -> None:
-        """Best ids along the true tokens where the server drafted others: no rows, no values, only these."""
-        if logits is None or not keeps_best(self.selection) or self.writer.manifest.level == "shapes":
-            return
+        first = self._forwards.calls
         # of a tree, all that would compete
-        draft_ids, scores, logprobs = best_ids(logits, TOPK if self.trees else 1)
-        rows = batch.rows(step, self._next_call, guesses=True)
-        if not self.selection.all_rows:
-            kept = np.flatnonzero(self.selection.mask(rows))
-            rows, draft_ids, scores, logprobs = rows.take(kept), draft_ids[kept], scores[kept], logprobs[kept]
-        self.writer.put_topk(rows, draft_ids, self._target_ids(draft_ids), scores, logprobs)
+        count = TOPK if self.trees else 1
+        guesses = [
+            (batch.rows(step, first + step, guesses=True), batch.index(step, guesses=True), count)
+            for step in range(batch.steps)
+        ]
+        kept = self._opened(self._forwards, batch, first)
+        low.run(batch, self._fused(batch, tasks, reference=False), kept, guesses)
+        if not first:
+            say_seen(self.writer.manifest, low.tap)
+        for forward in kept:
+            forward.close("train", len(batch.documents))
+        reference = self._opened(self._reference, batch, first)
+        high.run(batch, self._fused(batch, tasks, reference=True), reference, ())
+
+        def compare() -> None:
+            for step, (one, other) in enumerate(zip(kept, reference, strict=True)):
+                for (site, rows), (_, exact) in zip(one.arrays(), other.arrays(), strict=True):
+                    floors.add(site, step, rows, exact)
+
+        self._reference.stage.later(compare)
+        self._reference.send()
+
+    def _opened(self, forwards: Forwards, batch: Pack, first: int) -> list[Forward]:
+        """Forwards of all steps of a pack, the first of them call `first`."""
+
+        def keys(step: int) -> tuple[Rows, Index]:
+            return batch.rows(step, first + step), batch.index(step)
+
+        return [forwards.open(len(batch), partial(keys, step), call=first + step) for step in range(batch.steps)]
 
     def _fused(self, batch: Pack, tasks: dict[int, Task], *, reference: bool) -> Any:
         """Features of a pack [T, n * G]: each document's own, zeros behind them."""
@@ -167,7 +154,3 @@ class Session:
                 fused = torch.zeros(len(batch), self.draft.fused_width, dtype=rows.dtype)
             fused[start : start + len(rows)] = rows
         return fused
-
-    def _target_ids(self, draft_ids: Array) -> Array:
-        d2t = self.draft.model.d2t
-        return draft_ids if d2t is None else draft_ids + d2t.cpu().numpy()[draft_ids]

@@ -23,6 +23,7 @@ from eagle_trace.errors import EagleTraceError, OutputExistsError, UsageError
 from eagle_trace.manifest import OPEN_SEAL
 from eagle_trace.prompts import read_prompts, tokenize
 from eagle_trace.reader import Trace, open_trace
+from eagle_trace.recording import forward
 from eagle_trace.selection import Selection
 from eagle_trace.writer import DP_STRIDE
 
@@ -308,11 +309,16 @@ def _raise(*_: Any, **__: Any) -> Any:
 
 
 FAILURES: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
-    "in a site": lambda patch: patch.setattr(live_batches, "best_ids", _raise),
-    "in the middle of the metrics": lambda patch: patch.setattr(live_batches.BatchTaker, "_put_metrics", _raise),
+    "in a site": lambda patch: patch.setattr(forward.Forward, "take", _raise),
+    "in the thread that writes": lambda patch: patch.setattr(forward, "best_ids", _raise),
+    "in the middle of the metrics": lambda patch: patch.setattr(live_batches.BatchTaker, "_keep_metrics", _raise),
     "while hanging hooks": lambda patch: patch.setattr("eagle_trace_speculators.live.SiteTap", _raise),
     "on the disk": lambda patch: patch.setattr("eagle_trace.parts.PartStream._open", _raise),
 }
+
+
+#: where the trace is written, so that it stays as it was saved last
+WRITING = ("on the disk", "in the thread that writes")
 
 
 @pytest.mark.parametrize("where", FAILURES)
@@ -335,7 +341,7 @@ def test_what_fails_in_the_recorder_is_said_once_and_never_reaches_the_training(
     assert "a bug" in said.getMessage()
     assert "in two lines" not in said.getMessage()
     assert "a bug" in str(run.failure)
-    kept = json.loads((tmp_path / "t" / (OPEN_SEAL if where == "on the disk" else "manifest.json")).read_text())
+    kept = json.loads((tmp_path / "t" / (OPEN_SEAL if where in WRITING else "manifest.json")).read_text())
     assert "a bug" in str(kept["stopped"])
 
 

@@ -15,13 +15,14 @@ from typing import Any
 
 import numpy as np
 
-from eagle_trace.capture import DTYPES, Rows, sample_channels
+from eagle_trace.capture import DTYPES, Rows
 from eagle_trace.checkpoints import target_sample
 from eagle_trace.manifest import Manifest
 from eagle_trace.prompts import prompts_digest
 from eagle_trace.reader import Trace, open_trace
-from eagle_trace.recording.arrays import best_ids
+from eagle_trace.recording.best import best_ids
 from eagle_trace.recording.params import parameter_row
+from eagle_trace.sketch import sample_channels
 from eagle_trace.writer import TraceWriter, prepare_output
 from tests.support.numpy_target import (
     F64,
@@ -365,6 +366,7 @@ def _param(name: str, tensor: Any, dtype: str, *, found: bool) -> dict[str, Any]
 
 def _put_layers(writer: TraceWriter, number: int, states: F64, branches: F64, count: int) -> None:
     channels = sample_channels(states.shape[2])
+    writer.manifest.settings["layer_channels"] = channels.tolist()
     for root in range(count):
         for layer in range(len(states)):
             sample, branch = (held[layer, root, channels].astype(np.float32) for held in (states, branches))

@@ -20,7 +20,7 @@ from eagle_trace.capture import DTYPES, Array, Rows
 from eagle_trace.manifest import Manifest
 from eagle_trace.prompts import prompts_digest
 from eagle_trace.reader import Trace, open_trace
-from eagle_trace.recording.arrays import best_ids
+from eagle_trace.recording.best import best_ids
 from eagle_trace.sites import draft_sites, fused_slices
 from eagle_trace.writer import TraceWriter, prepare_output
 

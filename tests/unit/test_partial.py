@@ -37,9 +37,9 @@ SITES = ("embed", "fc.out", "norm")
 WIDTH = 16
 
 
-def put_call(writer: TraceWriter, call: int, count: int = 4) -> None:
-    """One forward of `count` rows at every site; its values say which call it was."""
-    rows = Rows.build(
+def rows_of(call: int, count: int) -> Rows:
+    """Keys of the rows of one forward."""
+    return Rows.build(
         prompt_id=[0] * count,
         root=list(range(call * count, (call + 1) * count)),
         step=[0] * count,
@@ -47,10 +47,20 @@ def put_call(writer: TraceWriter, call: int, count: int = 4) -> None:
         position=[0] * count,
         call_id=call,
     )
+
+
+def record_of(call: int, count: int) -> dict[str, Any]:
+    """The row of calls.parquet of one forward."""
+    return {"call_id": call, "role": "draft", "mode": "x", "batch_size": 1, "tokens": count}
+
+
+def put_call(writer: TraceWriter, call: int, count: int = 4) -> None:
+    """One forward of `count` rows at every site; its values say which call it was."""
+    rows = rows_of(call, count)
     writer.put_rows(rows)
     for site in SITES:
         writer.put_values(site, rows, np.full((count, WIDTH), call, np.float32))
-    writer.put_record("calls", {"call_id": call, "role": "draft", "mode": "x", "batch_size": 1, "tokens": count})
+    writer.put_record("calls", record_of(call, count))
 
 
 def begin(path: Path, **options: Any) -> TraceWriter:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from eagle_trace import open_trace, writer
@@ -20,8 +21,9 @@ from eagle_trace.inbox import Inbox
 from eagle_trace.manifest import Manifest
 from eagle_trace.patience import parse_wait, within
 from eagle_trace.store import Sink
+from eagle_trace.streams import Part
 from eagle_trace.writer import TOO_SLOW, TraceWriter
-from tests.unit.test_partial import ROOT, assert_consistent, begin, put_call
+from tests.unit.test_partial import ROOT, SITES, WIDTH, assert_consistent, begin, put_call, record_of, rows_of
 
 
 class Clock:
@@ -140,30 +142,39 @@ def test_a_disk_that_hangs_for_a_while_costs_the_host_its_share_and_the_trace_sa
     assert 2 <= assert_consistent(trace) < 20
 
 
+def put_whole(one: TraceWriter, call: int, count: int = 10) -> None:
+    rows, values = rows_of(call, count), np.full((count, WIDTH), call, np.float32)
+    parts: list[Part] = [("rows", (rows, {})), *(("values", (site, rows, values, None)) for site in SITES)]
+    parts.append(("record", ("calls", record_of(call, count))))
+    one.put_late(lambda: parts, len(SITES) * values.nbytes, call=call)
+
+
 def test_a_forward_that_is_put_together_is_taken_whole_or_not_at_all(gate: threading.Event, tmp_path: Path) -> None:
     one = begin(tmp_path / "t", max_wait=0.1)
-    with one.together(0):
-        put_call(one, 0)
-
-    def break_off() -> None:
-        with one.together(1):
-            put_call(one, 1)
-            raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        break_off()
-    with one.together(1):
-        put_call(one, 1)
+    for call in range(2):
+        put_whole(one, call)
     assert one.flush()
     gate.clear()
     one._saved_at = 0.0
     for call in range(2, 100):
-        with one.together(call):
-            put_call(one, call, 100)
+        put_whole(one, call, 100)
     assert not one.accepting
     assert one.waited < 0.5
     gate.set()
     assert 2 <= assert_consistent(open_trace(one.seal())) < 20
+
+
+def test_what_fails_while_a_forward_is_made_ends_the_recording_and_not_the_host(tmp_path: Path) -> None:
+    one = begin(tmp_path / "t", max_wait=0.1)
+    put_whole(one, 0)
+    one.put_late(lambda: [1 / 0], 10, call=1)  # type: ignore[list-item]
+    put_whole(one, 2)
+    with pytest.raises(RecordingError, match="division by zero"):
+        one.seal()
+    assert not one.accepting
+    assert isinstance(one.failure, ZeroDivisionError)
+    # what came before is kept
+    assert assert_consistent(open_trace(tmp_path / "t", allow_partial=True)) == 1
 
 
 def test_what_sites_share_is_made_once() -> None:

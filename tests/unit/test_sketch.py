@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import ml_dtypes
@@ -12,17 +11,18 @@ import pytest
 import torch
 
 from eagle_trace import open_trace
-from eagle_trace.capture import Rows, dtype_name, row_statistics
+from eagle_trace.capture import Rows, drawn_channels, dtype_name, row_statistics
 from eagle_trace.errors import TraceError
 from eagle_trace.manifest import Manifest
-from eagle_trace.recording.arrays import capture_rows
 from eagle_trace.sketch import (
     BUCKETS,
     STORED_NORM,
     Reduced,
     projection,
+    reduce_on_device,
     reduce_rows,
-    reduce_tensor,
+    reduced_of,
+    sample_channels,
     sketch,
     stored_dtype,
     unscale,
@@ -152,6 +152,11 @@ def test_float16_holds_small_buckets_beside_a_huge_one() -> None:
 # ---- on a device
 
 
+def reduced_where_it_is(tensor: torch.Tensor, dtype: str, *, sketched: bool) -> Reduced:
+    table = reduce_on_device(tensor, sketched=sketched)
+    return reduced_of(table.numpy(), dtype, tensor.shape[-1], sketched=sketched)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [48, 576, 1000])
 def test_reducing_where_the_tensor_is_gives_the_same_numbers(dtype: Any, width: int) -> None:
@@ -161,7 +166,7 @@ def test_reducing_where_the_tensor_is_gives_the_same_numbers(dtype: Any, width: 
     tensor = torch.from_numpy(bits)
     tensor = tensor.view(torch.bfloat16) if dtype is ml_dtypes.bfloat16 else tensor
     here = reduce_rows(values, dtype_name(values), sketched=True)
-    there = reduce_tensor(tensor, sketched=True)
+    there = reduced_where_it_is(tensor, here.dtype, sketched=True)
     assert (there.dtype, there.width, len(there)) == (here.dtype, here.width, len(here))
     for name in ("norm", "absmax", "mean"):
         np.testing.assert_allclose(
@@ -173,34 +178,7 @@ def test_reducing_where_the_tensor_is_gives_the_same_numbers(dtype: Any, width: 
     assert there.sketch.dtype == here.sketch.dtype == np.dtype(stored_dtype(here.dtype))
     unit = 2.0**-11 if here.sketch.dtype == np.float16 else 2.0**-22
     assert np.abs(there.sketch.astype(float) - here.sketch.astype(float)).max() <= unit * STORED_NORM
-    assert reduce_tensor(tensor, sketched=False).sketch is None
-
-
-class OnDevice:
-    """A tensor that says it lies on a GPU."""
-
-    device = SimpleNamespace(type="cuda")
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor = tensor
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._tensor, name)
-
-
-def test_tensors_of_the_host_are_copied_and_those_of_a_device_reduced() -> None:
-    tensor = torch.ones(2, 3, 4)
-    kept = capture_rows(tensor, "sketch")
-    assert isinstance(kept, np.ndarray)
-    assert kept.shape == (6, 4)
-    tensor += 1
-    assert kept.max() == 1
-    elsewhere = OnDevice(torch.ones(2, 3, 100))
-    assert isinstance(capture_rows(elsewhere, "values"), np.ndarray)
-    for level in ("stats", "sketch"):
-        reduced = capture_rows(elsewhere, level)
-        assert isinstance(reduced, Reduced)
-        assert (len(reduced), reduced.width, reduced.sketch is None) == (6, 100, level == "stats")
+    assert reduced_where_it_is(tensor, here.dtype, sketched=False).sketch is None
 
 
 # ---- on disk
@@ -281,3 +259,26 @@ def test_the_byte_budget_counts_what_is_kept(tmp_path: Path) -> None:
         writer.put_values("fc.out", rows_of(100), values.copy())
         assert writer.accepting == more
         writer.seal()
+
+
+# ---- channels of layers
+
+
+def test_the_channels_of_layers_are_our_own_choice() -> None:
+    # written down: whatever NumPy does to its streams, and on every machine
+    assert sample_channels(100, 8).tolist() == [2, 32, 33, 42, 43, 53, 94, 95]
+    assert sample_channels(5).tolist() == [0, 1, 2, 3, 4]
+    for width in (65, 4096):
+        channels = sample_channels(width)
+        assert len(set(channels.tolist())) == 64
+        assert (np.diff(channels) > 0).all()
+
+
+def test_a_trace_that_names_no_channels_holds_those_that_were_drawn(tmp_path: Path) -> None:
+    for name, settings in (("old", {}), ("new", {"layer_channels": sample_channels(300).tolist()})):
+        prepare_output(tmp_path / name)
+        writer = TraceWriter(tmp_path / name, Manifest("train", "values", "test", settings=settings))
+        trace = open_trace(writer.seal())
+        expected = sample_channels(300) if settings else drawn_channels(300)
+        np.testing.assert_array_equal(trace.layer_channels(300), expected)
+    assert drawn_channels(300).tolist() != sample_channels(300).tolist()

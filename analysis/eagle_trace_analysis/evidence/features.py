@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from eagle_trace.capture import Rows, sample_channels
+from eagle_trace.capture import Rows
 from eagle_trace.reader import Trace
 from eagle_trace_analysis.comparison.metrics import relative_error
 from eagle_trace_analysis.comparison.result import Diff
@@ -177,7 +177,7 @@ class Features:
         """The target layer nearest to features x [T, G] (rows of `serve_keys`): its number (Hugging Face
         `hidden_states[i]`; the number of layers + 1 stands for after the final norm), its error, and all.
         """
-        return _nearest(x, self.layers)
+        return self._nearest(x, self.layers)
 
     def nearest_part(self, x: Real, *, branch: bool) -> tuple[int, float, dict[int, float]] | None:
         """The same among the parts that a layer's input is the sum of: what the layer before it added last, or the
@@ -186,22 +186,21 @@ class Features:
         if self.layers is None or self.branches is None:
             return None
         if branch:
-            return _nearest(x, self.branches)
+            return self._nearest(x, self.branches)
         (rows, all_layers, values), (_, layers, added) = self.layers, self.branches
-        return _nearest(x, (rows, layers, values[:, np.searchsorted(all_layers, layers)] - added))
+        return self._nearest(x, (rows, layers, values[:, np.searchsorted(all_layers, layers)] - added))
 
-
-def _nearest(x: Real, among: Sampled | None) -> tuple[int, float, dict[int, float]] | None:
-    if among is None:
-        return None
-    rows, layers, values = among
-    channels = sample_channels(x.shape[1])
-    if len(channels) != values.shape[2]:
-        return None
-    mine = x[rows][:, channels]
-    errors = {int(n): channel_error(mine, values[:, at]) for at, n in enumerate(layers)}
-    best = min(errors, key=errors.__getitem__)
-    return best, errors[best], errors
+    def _nearest(self, x: Real, among: Sampled | None) -> tuple[int, float, dict[int, float]] | None:
+        if among is None:
+            return None
+        rows, layers, values = among
+        channels = self.train.trace.layer_channels(x.shape[1])
+        if len(channels) != values.shape[2] or channels.max(initial=0) >= x.shape[1]:
+            return None
+        mine = x[rows][:, channels]
+        errors = {int(n): channel_error(mine, values[:, at]) for at, n in enumerate(layers)}
+        best = min(errors, key=errors.__getitem__)
+        return best, errors[best], errors
 
 
 def _array(ids: NDArray[np.int32]) -> Any:
