@@ -55,9 +55,12 @@ FORMS: list[dict[str, Any]] = [
 
 def _loaded(folder: Path, target: Path) -> dict[str, tuple[int, ...]]:
     """Names and shapes of the parameters of the draft as vLLM's own class makes them, by trained names."""
-    import torch
     from vllm.config import set_current_vllm_config
-    from vllm.distributed import init_distributed_environment, initialize_model_parallel
+    from vllm.distributed import (
+        init_distributed_environment,
+        initialize_model_parallel,
+        model_parallel_is_initialized,
+    )
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.model_loader.utils import initialize_model
 
@@ -68,8 +71,8 @@ def _loaded(folder: Path, target: Path) -> dict[str, tuple[int, ...]]:
         speculative_config={"model": str(folder), "method": "eagle3", "num_speculative_tokens": 3},
     )  # fmt: skip
     config = arguments.create_engine_config()
-    with set_current_vllm_config(config), torch.device("meta"):
-        if not torch.distributed.is_initialized():
+    with set_current_vllm_config(config):
+        if not model_parallel_is_initialized():
             init_distributed_environment(1, 0, f"file://{folder}/rendezvous", 0, "gloo")
             initialize_model_parallel(1, 1)
         assert config.speculative_config is not None
