@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eagle_trace.recording.hosts import Kind
@@ -21,7 +22,12 @@ class VLLM:
     title = "vLLM"
     kind: Kind = "server"
     module = "vllm"
-    extra = "vllm"
+    # its pins and SGLang's exclude each other
+    install = "pip install 'eagle-trace[vllm]' in an environment of its own, and run this command there"
+
+    def takes(self, draft: Path) -> bool:
+        """It reads what speculators saved as well as the flat format."""
+        return draft.is_dir()
 
     def record(self, **options: Any) -> Place:
         """Start a server and record it; see `eagle_trace_serving.record.record`."""
