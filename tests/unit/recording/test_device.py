@@ -21,7 +21,8 @@ from eagle_trace.selection import Selection
 from eagle_trace.writer import TraceWriter, prepare_output
 from eagle_trace_serving.admission import Admission
 from eagle_trace_serving.orders import Order
-from eagle_trace_sglang.recording import SGLangRecording
+from eagle_trace_serving.recording import Recording
+from eagle_trace_sglang.batches import SGLangRequest, batch_of, parents_of, verified_of
 from tests.support.stand_in import Device, moved
 
 WIDTH, VOCABULARY, TOPK, NODES = 4, 24, 2, 3
@@ -49,11 +50,11 @@ class Server:
         hot = torch.arange(VOCABULARY) * 3
         self.out, self._place = out, place
         self.writer = TraceWriter(out, Manifest("serve", level, "sglang"))
-        self.recording = SGLangRecording(order, self.writer, lambda _site: None, WIDTH, hot.numpy)
+        self.recording = Recording(order, self.writer, WIDTH, hot.numpy())
         self.lengths = {"r1": 3, "other": 2, "r2": 4}
         self.forwards = 0
         for rid in self.lengths:
-            self.recording.arrived(request(rid))
+            self.recording.arrived(SGLangRequest(request(rid)))
 
     def _run(self, mode: str, tokens: torch.Tensor, seq_lens: list[int], **more: Any) -> None:
         place, count = self._place, len(tokens)
@@ -69,7 +70,7 @@ class Server:
             extend_seq_lens_cpu=lens if mode == "EXTEND" else None,
             spec_info=SimpleNamespace(hidden_states=place(torch.randn(count, 3 * WIDTH)), **more),
         )
-        self.recording.open_call(batch)
+        self.recording.open_call(batch_of(batch))
         for site, width in (("fc.out", WIDTH), ("layer.0.attn.q", 2 * WIDTH)):
             tensor = place(torch.randn(count, width).bfloat16())
             self.recording.capture(site, tensor)
@@ -86,7 +87,7 @@ class Server:
         for step in range(2):
             drafted = torch.randint(0, VOCABULARY, (len(lens) * TOPK,))
             parents = TOPK * TOPK * max(0, step - 1) + TOPK + TOPK * torch.randint(0, TOPK, (len(lens), TOPK))
-            self.recording.chosen(place(drafted), [None, None, place(parents)], step, TOPK)
+            self.recording.chosen(place(drafted), *parents_of([None, None, place(parents)], step, TOPK))
             self._run("DECODE", drafted, lens)
         verify = SimpleNamespace(
             draft_token_num=NODES,
@@ -99,15 +100,13 @@ class Server:
             accept_lens=place(torch.tensor([1, 3, 2])),
             logits_output=SimpleNamespace(next_token_logits=place(torch.randn(len(lens) * NODES, VOCABULARY))),
         )
-        self.recording.verified(
-            result,
-            SimpleNamespace(
-                forward_mode=SimpleNamespace(is_idle=lambda: False),
-                spec_info=verify,
-                seq_lens=place(torch.tensor(lens)),
-                reqs=[request(rid) for rid in self.lengths],
-            ),
+        batch = SimpleNamespace(
+            forward_mode=SimpleNamespace(is_idle=lambda: False),
+            spec_info=verify,
+            seq_lens=place(torch.tensor(lens)),
+            reqs=[request(rid) for rid in self.lengths],
         )
+        self.recording.verified(verified_of(result, batch))
         self._run(
             "DRAFT_EXTEND_V2",
             torch.arange(len(lens) * NODES),
@@ -118,7 +117,7 @@ class Server:
 
     def seal(self) -> Trace:
         for rid in self.lengths:
-            self.recording.ended(request(rid))
+            self.recording.ended(rid)
         self.recording.seal({})
         return open_trace(self.out)
 
