@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -16,8 +15,8 @@ from numpy.typing import NDArray
 
 from eagle_trace import tensors
 from eagle_trace.capture import Array, Rows, Shard
-from eagle_trace.gather import row_bytes
 from eagle_trace.recording.best import best_ids, best_on_device
+from eagle_trace.recording.kinds import Kind
 from eagle_trace.recording.stage import Held, Stage
 from eagle_trace.selection import Selection
 from eagle_trace.sites import fused_slices
@@ -36,55 +35,12 @@ TOPK = 10
 BEST_SITES = ("topk.draft_id", "topk.target_id")
 
 
-@dataclass(frozen=True)
-class _Kind:
-    """Rows of one site, and what is kept of them.
-
-    Attributes:
-        site: its name.
-        level: of the trace.
-        dtype: on-disk name.
-        width: elements of a row, of this rank's part of it.
-        shard: which part that is.
-        wanted: whether anything is kept that is made of them.
-        kept: whether they are kept themselves.
-        cut: the target layers' features that are made of them.
-    """
-
-    site: str
-    level: str
-    dtype: str
-    width: int
-    shard: Shard | None
-    wanted: bool
-    kept: bool
-    cut: tuple[tuple[str, slice], ...]
-
-    @property
-    def whole_width(self) -> int:
-        """Elements of a row that all ranks have together."""
-        return self.width * (self.shard.count if self.shard else 1)
-
-    @cached_property
-    def row_bytes(self) -> int:
-        """What a row takes in the traces of all ranks together: all of them must stop before the same forward."""
-        if self.level == "shapes" or not self.kept:
-            return 0
-        return row_bytes(self.dtype, self.width, self.level, self.shard) * (self.shard.count if self.shard else 1)
-
-    @cached_property
-    def cut_bytes(self) -> int:
-        """What the target layers' features of a row take."""
-        widths = [columns.stop - columns.start for _, columns in self.cut]
-        return sum(row_bytes(self.dtype, width, self.level) for width in widths)
-
-
 @dataclass
 class _Taken:
     """What was copied of one site."""
 
     held: Held
-    kind: _Kind
+    kind: Kind
     #: they are the rows `picked`, not the forward's own choice
     picked: bool
     #: they were reduced on their device
@@ -116,7 +72,7 @@ class Forwards:
     stage: Stage = field(default_factory=Stage)
     calls: int = 0
     rows: int = 0
-    _kinds: dict[tuple[str, int, str], _Kind] = field(default_factory=dict)
+    _kinds: dict[tuple[str, int, str], Kind] = field(default_factory=dict)
 
     def open(
         self,
@@ -151,7 +107,7 @@ class Forwards:
         if not load.empty:
             self.writer.put_late(load.parts, load.nbytes + size, call=call, kept=kept)
 
-    def kind_of(self, site: str, width: int, dtype: str) -> _Kind:
+    def kind_of(self, site: str, width: int, dtype: str) -> Kind:
         """What becomes of rows of a site, which a host always computes alike."""
         key = site, width, dtype
         if key not in self._kinds:
@@ -159,7 +115,7 @@ class Forwards:
             cut = fused_slices(width, self.target_width) if site == "fused" else []
             cut = [(name, columns) for name, columns in cut if wants(name)]
             wanted = self.in_full or wants(site) or bool(cut) or (site == "logits" and self.keeps_best)
-            self._kinds[key] = _Kind(site, self.level, dtype, width, shard, wanted, wants(site), tuple(cut))
+            self._kinds[key] = Kind(site, self.level, dtype, width, shard, wanted, wants(site), tuple(cut))
         return self._kinds[key]
 
     @property
@@ -325,7 +281,7 @@ class Forward:
             self._on_device = tensors.beside(np.asarray(self._choice, dtype=np.int64), tensor)
         return self._on_device
 
-    def _reduce(self, kind: _Kind, rows: Any, picked: bool) -> None:
+    def _reduce(self, kind: Kind, rows: Any, picked: bool) -> None:
         table = reduce_on_device(rows, sketched=self._level == "sketch", shard=kind.shard)
         self._taken[kind.site] = _Taken(self._stage.keep(table, fresh=True), kind, picked, reduced=True)
         self._count(kind.row_bytes, len(rows), picked)

@@ -72,7 +72,7 @@ class Recording(ABC):
         self._requests: dict[str, Any] = {}
         self._with_media = 0
         self._call: Forward | None = None
-        self._mode, self._batch_size = "", 0
+        self._mode, self._batch_size, self._draft_step = "", 0, 0
         # rows go out and the recording is closed from different threads
         self._lock = threading.Lock()
         self._closed = False
@@ -192,6 +192,7 @@ class Recording(ABC):
             lengths: rows of each request, where that is known without asking a device [B].
         """
         call = self._forwards.calls
+        self._draft_step = self._draft_step + 1 if mode == "DECODE" else 0
         candidates = self._rows_of(rids, lengths, tokens) if self._stage.late else None
         self._call = self._forwards.open(
             tokens, lambda: self._tracker.rows(facts(), call), candidates=candidates, picked=picked
@@ -199,7 +200,9 @@ class Recording(ABC):
         self._mode, self._batch_size = mode, len(rids)
 
     def _rows_of(self, rids: Sequence[str], lengths: Sequence[int] | None, tokens: int) -> Index | None:
-        """Rows of the requests that are recorded; None for all rows, where nothing says which they are."""
+        """Rows that may be kept, as far as is known at once; None for all rows, where nothing says which they are."""
+        if not self.order.selection.wants_step(self._draft_step):
+            return np.empty(0, dtype=np.intp)
         if lengths is None or len(lengths) != len(rids) or sum(lengths) != tokens:
             return None
         return np.flatnonzero(np.repeat([self._goes_on(rid) for rid in rids], lengths))

@@ -22,6 +22,7 @@ from eagle_trace.writer import TraceWriter, prepare_output
 from eagle_trace_serving.admission import Admission
 from eagle_trace_serving.orders import Order
 from eagle_trace_sglang.recording import SGLangRecording
+from eagle_trace_vllm.recording import Asked, Proposal, VLLMRecording
 from tests.support.stand_in import Device, moved
 
 WIDTH, VOCABULARY, TOPK, NODES = 4, 24, 2, 3
@@ -270,3 +271,45 @@ def test_best_ids_are_the_same_on_a_device(width: int) -> None:
         np.testing.assert_array_equal(scores[1:], expected[1][1:])
         finite = np.isfinite(expected[2])
         np.testing.assert_allclose(logprobs[finite], expected[2][finite], rtol=1e-5, atol=1e-6)
+
+
+def proposed(out: Path, place: Place) -> Trace:
+    """What vLLM's drafter does for two requests: a first forward over their rows, then one more step."""
+    torch.manual_seed(1)
+    prepare_output(out)
+    writer = TraceWriter(out, Manifest("serve", "values", "vllm"))
+    recording = VLLMRecording(Order(str(out), Admission(requests=2)), writer, lambda _site: None, WIDTH, None)
+    recording.longest = 100
+    sampling = SimpleNamespace(eos_token_id=0, stop_token_ids=(), min_tokens=0, max_tokens=9, stop=())
+    asked = [Asked(rid, [1, 2, 3, 4], sampling, 100, computed=4) for rid in ("a", "b")]
+    for one in asked:
+        recording.arrived(one)
+    recording.sampled("a", [7], [], [])
+    recording.sampled("b", [8], [], [])
+    lengths = np.array([4, 4])
+    recording.open_proposal(Proposal(["a", "b"], ends=np.array([4, 4]), lengths=lengths, kept=lengths))
+    for rows in (8, 2):
+        features = place(torch.randn(rows, 3 * WIDTH))
+        if rows == 8:
+            recording.capture("fused", features)
+        recording.forward(place(torch.arange(rows)), place(torch.arange(rows)))
+        recording.capture("layer.0.out", place(torch.randn(rows, WIDTH)))
+        recording.capture("logits", place(torch.randn(2, VOCABULARY)))
+    recording.close_proposal()
+    for one in asked:
+        one.computed = 5
+    recording.sampled("a", [5, 6], [9], [5, 6])
+    for one in asked:
+        recording.ended(one)
+    recording.seal({})
+    return open_trace(out)
+
+
+def test_a_drafter_of_vllm_goes_the_same_road(device: Device, tmp_path: Path) -> None:
+    here = proposed(tmp_path / "here.trace", lambda tensor: tensor)
+    there = proposed(tmp_path / "there.trace", moved)
+    assert device.blocking == []
+    assert len(device.transfers) == 2
+    assert len(here.rows) == 10
+    assert len(here.table("rounds")) == 1
+    assert_same(here, there)
