@@ -140,9 +140,9 @@ class Forwards:
         return "topk", (rows, draft_ids, target_ids, logits, logprobs)
 
 
-def offsets_to_ids(d2t: Array | None) -> Array | None:
-    """Target id of each draft id, from the offsets that a checkpoint stores; None for None."""
-    return None if d2t is None else np.arange(len(d2t)) + d2t
+def offsets_to_ids(d2t: Array) -> Array:
+    """Target id of each draft id, from the offsets that a checkpoint stores [draft vocabulary]."""
+    return np.arange(len(d2t)) + d2t
 
 
 class Forward:

@@ -10,6 +10,7 @@ from typing import Any
 from eagle_trace.capture import Array
 from eagle_trace.manifest import Manifest
 from eagle_trace.recording.arrays import to_array
+from eagle_trace.recording.forward import offsets_to_ids
 from eagle_trace.recording.hooks import Hooks
 from eagle_trace.recording.tap import hang
 from eagle_trace.writer import TraceWriter
@@ -101,8 +102,7 @@ class VLLMDraft:
         known, offsets = shards(self._model), getattr(self._model, MAP, None)
 
         def target_ids() -> Array:
-            found: Array = to_array(offsets)
-            return found + range(len(found))
+            return offsets_to_ids(to_array(offsets))
 
         recording = VLLMRecording(
             order, writer, known.get, int(config.get_hidden_size()), None if offsets is None else target_ids
