@@ -67,7 +67,7 @@ class EagleTrace:
         from eagle_trace.reader import open_trace
         from eagle_trace.recording.hosts import find_host
 
-        host = find_host("trainer", options.pop("host", None))
+        host = find_host("trainer", options.pop("host", None), draft=Path(draft))
         out = self._out("train")
         host.record(target=Path(target), draft=Path(draft), replay=_place(serve), out=out, **options)
         return open_trace(out)

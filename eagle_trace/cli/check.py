@@ -36,7 +36,7 @@ def check(
     quiet: Annotated[
         bool, typer.Option("--quiet", "-q", help="text: only what failed or warned, and the counts.")
     ] = False,
-    engine: Annotated[str, typer.Option(metavar="NAME", help="What is to serve the draft: sglang.")] = "sglang",
+    engine: Annotated[str, typer.Option(metavar="NAME", help="What is to serve the draft: sglang or vllm.")] = "sglang",
     format: Annotated[
         CheckFormat, typer.Option("--format", help="text, json for programs, junit or sarif for a build.")
     ] = CheckFormat.text,

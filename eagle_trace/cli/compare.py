@@ -190,8 +190,9 @@ def _run(
         progress("checking the draft")
         checked = comparison.check()
         progress.clear()
-        _tell_check(checked, verbose=verbose)
-        if found := pointless(checked):
+        if checked is not None:
+            _tell_check(checked, verbose=verbose)
+        if checked is not None and (found := pointless(checked)):
             for path, format in reports:
                 if format in (Format.junit, Format.sarif):
                     write_report(path, render_check_as(checked, CheckFormat(format.value)))
@@ -221,12 +222,12 @@ def _tell_stopped(found: list[Finding]) -> None:
     render_stop(found, PlainConsole())
 
 
-def _explained(error: EagleTraceError, checked: CheckResult, workspace: Workspace) -> EagleTraceError:
+def _explained(error: EagleTraceError, checked: CheckResult | None, workspace: Workspace) -> EagleTraceError:
     """A recording that failed, with what the checks have to say of it, and what is kept of the run."""
     from eagle_trace.jobs.comparison import failures
 
     words = [str(error)]
-    if isinstance(error, HostError) and not isinstance(error, UsageError):
+    if isinstance(error, HostError) and checked is not None:
         found = failures(checked)
         words += [f"what check says of it: {one.name}: {one.evidence}\nfix: {one.fix}" for one in found]
         if not found:

@@ -16,7 +16,7 @@ def export(
     target: Annotated[
         Path | None, typer.Option(help="Target checkpoint (needed if the draft names no layer ids).")
     ] = None,
-    engine: Annotated[str, typer.Option(metavar="NAME", help="What is to serve the draft: sglang.")] = "sglang",
+    engine: Annotated[str, typer.Option(metavar="NAME", help="What is to serve the draft: sglang or vllm.")] = "sglang",
     force: Annotated[
         bool, typer.Option("--force", help="Export also what the engine cannot compute as trained.")
     ] = False,

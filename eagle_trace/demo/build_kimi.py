@@ -27,18 +27,21 @@ VERIFIER_NAME = "eagle-trace-demo-kimi"
 IMAGE_ID, VIDEO_ID = base.PAD + 1, base.PAD + 2
 _SHAPE: dict[str, Any] = {
     "vocab_size": base.VOCAB, "hidden_size": HIDDEN, "num_attention_heads": 4, "max_position_embeddings": 1024,
-    "rms_norm_eps": 1e-5, "tie_word_embeddings": False, "bos_token_id": base.BOS, "eos_token_id": base.EOS,
+    "tie_word_embeddings": False, "bos_token_id": base.BOS, "eos_token_id": base.EOS,
     "pad_token_id": base.PAD,
 }  # fmt: skip
 
 
 def text_config() -> DeepseekV3Config:
-    """A DeepSeek-V3 of about 0.7M parameters."""
+    """A DeepSeek-V3 of about 0.7M parameters.
+
+    transformers norms the latents with 1e-6 whatever the config says, SGLang with the config's: here both are that.
+    """
     from transformers import DeepseekV3Config
 
     return DeepseekV3Config(
         **_SHAPE, **kimi.LATENT, num_hidden_layers=LAYERS, num_key_value_heads=4, intermediate_size=192,
-        rope_parameters=dict(kimi.ROPE),
+        rope_parameters=dict(kimi.ROPE), rms_norm_eps=1e-6,
     )  # fmt: skip
 
 
@@ -46,7 +49,9 @@ def draft_config() -> LlamaConfig:
     """The draft's one layer: a Llama's, as SGLang's `LlamaForCausalLMEagle3` serves it."""
     from transformers import LlamaConfig
 
-    return LlamaConfig(**_SHAPE, num_hidden_layers=1, num_key_value_heads=2, head_dim=24, intermediate_size=192)
+    return LlamaConfig(
+        **_SHAPE, num_hidden_layers=1, num_key_value_heads=2, head_dim=24, intermediate_size=192, rms_norm_eps=1e-5
+    )
 
 
 def build(out: Path, budget: Budget) -> None:

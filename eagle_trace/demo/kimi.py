@@ -40,7 +40,8 @@ _RENAMED = {
 }
 _VISION_WIDTH = 32
 
-_PROCESSOR = '''"""The processor of a tiny Kimi-K2.5: transformers' own, with what SGLang asks of the published one."""
+#: the code of the tiny processor
+PROCESSOR = '''"""The processor of a tiny Kimi-K2.5: transformers' own, with what SGLang asks of the published one."""
 
 from types import SimpleNamespace
 
@@ -144,7 +145,7 @@ def write_processor(folder: Path, tokenizer: Any) -> None:
     made = Kimi_K25Processor(Kimi_K25ImageProcessor(), tokenizer, Kimi_K25VideoProcessor())
     made.save_pretrained(folder)
     # the published checkpoint brings its processor as code, of which SGLang reads `media_processor.media_proc_cfg`
-    (folder / "processing_tiny.py").write_text(_PROCESSOR, encoding="utf-8")
+    (folder / "processing_tiny.py").write_text(PROCESSOR, encoding="utf-8")
     path = folder / "processor_config.json"
     named = json.loads(path.read_text("utf-8")) | {"auto_map": {"AutoProcessor": "processing_tiny.TinyProcessor"}}
     path.write_text(json.dumps(named, indent=2) + "\n", encoding="utf-8")

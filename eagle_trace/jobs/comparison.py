@@ -25,6 +25,8 @@ Progress = Callable[[str], None]
 
 #: checks of which a failure stops every server, or makes its answers those of another kind of model
 POINTLESS = ("format", "config", "target-class")
+#: servers that load a folder of speculators as it is
+_TAKE_TRAINED = ("vllm",)
 #: names in the workspace
 DEPLOYED, REFERENCE, PROMPTS = "deployed", "reference", "prompts.jsonl"
 TRAIN, SERVE, OTHER = "train.trace", "serve.trace", "other.trace"
@@ -113,15 +115,24 @@ class Comparison:
 
     # ---- before anything runs
 
-    def check(self) -> CheckResult:
+    def check(self) -> CheckResult | None:
         """What can be said of the draft without running it; exports it first if there is only the trained one.
+
+        None if no server is of a host whose loader is written down here.
 
         Raises:
             CheckpointError: a folder cannot be read, or the trained draft cannot be exported.
         """
         from eagle_trace_analysis.checkpoint.check import check
+        from eagle_trace_analysis.engines import ENGINES
 
-        return check(self.served or self._trained, target=self.asked.target, reference=self.asked.trained)
+        hosts = [server.host or "sglang" for server in self.asked.servers]
+        engine = next((ENGINES[host] for host in hosts if host in ENGINES), None)
+        if engine is None:
+            self.progress(f"what {hosts[0]} loads is not written down here: nothing is checked before it starts")
+            return None
+        draft, trained = self.served or self._trained, self.asked.trained
+        return check(draft, target=self.asked.target, reference=trained, engine=engine)
 
     @property
     def served(self) -> Path | None:
@@ -130,6 +141,8 @@ class Comparison:
             return self.asked.deployed
         if all(isinstance(server, Running) for server in self.asked.servers):
             return None
+        if all(server.host in _TAKE_TRAINED for server in self.asked.servers):
+            return self._trained
         return self._exported()
 
     @property

@@ -66,7 +66,10 @@ class Pair:
 
 
 class Server(Protocol):
-    """Something that can be recorded; `called` is its name in messages."""
+    """Something that can be recorded; `called` is its name in messages, `host` that of its program, None if unknown."""
+
+    @property
+    def host(self) -> str | None: ...
 
     @property
     def called(self) -> str: ...
@@ -112,6 +115,7 @@ class Elsewhere:
 
     python: Path
     called: str = ""
+    host: str | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "called", self.called or str(self.python))
@@ -185,6 +189,7 @@ class Running:
     api_key: str | None = None
     admin_api_key: str | None = None
     called: str = ""
+    host: str | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "called", self.called or self.url)

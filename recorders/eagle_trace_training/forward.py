@@ -51,7 +51,7 @@ class PackRunner:
         self._dtype = dtype
         self._hooks = Hooks()
         self._forwards: Sequence[Forward] = ()
-        self._guesses: list[tuple[Rows, Any]] = []
+        self._guesses: list[tuple[Rows, Any, int]] = []
 
     def __enter__(self) -> PackRunner:
         try:
@@ -64,21 +64,23 @@ class PackRunner:
     def __exit__(self, *_: object) -> None:
         self._hooks.remove()
 
-    def run(self, pack: Pack, features: Any, forwards: Sequence[Forward], guesses: Sequence[tuple[Rows, Any]]) -> None:
+    def run(
+        self, pack: Pack, features: Any, forwards: Sequence[Forward], guesses: Sequence[tuple[Rows, Any, int]]
+    ) -> None:
         """Run all steps of a pack.
 
         Args:
             pack: the documents.
             features: target features [T, n * G], zeros where a row has none.
             forwards: each step's; takes what its sites show.
-            guesses: for each step rows of which the best ids alone are kept, and their index; [] for none.
+            guesses: for each step rows of which the best ids alone are kept, their index, and how many; [] for none.
 
         Raises:
             HostError: the forward fed another token, or rotated by another position, than the pack says.
         """
         device = self._draft.model.fc.weight.device
         hidden_states = features.to(device=device, dtype=DTYPES[self._dtype])
-        self._guesses = [(rows, torch.from_numpy(index).to(device)) for rows, index in guesses]
+        self._guesses = [(rows, torch.from_numpy(index).to(device), count) for rows, index, count in guesses]
         self._forwards = forwards
         try:
             with computing_in(self._dtype):
@@ -98,6 +100,6 @@ class PackRunner:
             forward.expect(site, tensor, lambda: feeds_another(self._draft.host.name, site, step))
             return
         if site == "logits" and self._guesses and len(self._guesses[step][1]):
-            rows, index = self._guesses[step]
-            forward.take_more_best(rows, tensor.reshape(-1, tensor.shape[-1]).index_select(0, index), 1)
+            rows, index, count = self._guesses[step]
+            forward.take_more_best(rows, tensor.reshape(-1, tensor.shape[-1]).index_select(0, index), count)
         forward.take(site, tensor)

@@ -13,7 +13,7 @@ import torch
 
 from eagle_trace.capture import Rows
 from eagle_trace.recording.arrays import to_array
-from eagle_trace.recording.forward import Forward, Forwards, offsets_to_ids
+from eagle_trace.recording.forward import TOPK, Forward, Forwards, offsets_to_ids
 from eagle_trace.selection import EVERYTHING, Selection, select_prompts
 from eagle_trace.writer import TraceWriter
 from eagle_trace_training.documents import Document, Index, Pack, replayed, teacher_forced
@@ -55,6 +55,12 @@ class Session:
         # every row of every site: how far rounding takes it is measured, whatever the trace keeps
         made = partial(Forwards, self.writer, self.selection, self.draft.hidden_size, target_ids, in_full=True)
         self._forwards, self._reference = made(), made()
+
+    @property
+    def trees(self) -> bool:
+        """Whether a replayed server drafted trees: two chains of one length below one root."""
+        chains = [task.chains or () for task in self.tasks]
+        return any(len({(root, len(path)) for root, path in one}) < len(one) for one in chains)
 
     def run(self) -> None:
         """Record everything: prompts, parameters, all packs, floors."""
@@ -104,8 +110,10 @@ class Session:
 
     def _record(self, batch: Pack, tasks: dict[int, Task], low: PackRunner, high: PackRunner, floors: Floors) -> None:
         first = self._forwards.calls
+        # of a tree, all that would compete
+        count = TOPK if self.trees else 1
         guesses = [
-            (batch.rows(step, first + step, guesses=True), batch.index(step, guesses=True))
+            (batch.rows(step, first + step, guesses=True), batch.index(step, guesses=True), count)
             for step in range(batch.steps)
         ]
         kept = self._opened(self._forwards, batch, first)

@@ -118,6 +118,9 @@ def launch(options: ServerOptions, address: Address, environment: Mapping[str, s
     if not any(word in PREFIX_CACHE for word in options.host_args):
         flags.append("--no-enable-prefix-caching")
         changes.append("prefix cache off: a cached position is not computed, so it could not be recorded")
+    if not any(options.target.glob("tokenizer*")):
+        # it would not start; prompts are sent as token ids
+        flags.append("--skip-tokenizer-init")
     told = {**environment, "VLLM_API_KEY": address.key, PLAIN_IDS: "0"}
     if options.device == "cpu":
         flags.append("--enforce-eager")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eagle_trace.recording.hosts import Kind
@@ -21,7 +22,11 @@ class VLLM:
     title = "vLLM"
     kind: Kind = "server"
     module = "vllm"
-    extra = "vllm"
+    install = "pip install 'eagle-trace[vllm]'"
+
+    def takes(self, draft: Path) -> bool:
+        """It reads what speculators saved as well as the flat format."""
+        return draft.is_dir()
 
     def record(self, **options: Any) -> Place:
         """Start a server and record it; see `eagle_trace_serving.record.record`."""

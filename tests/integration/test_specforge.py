@@ -123,7 +123,7 @@ def test_a_carry_that_servers_norm_parts_at_the_carry_of_the_first_step(
     served = serve(draft=draft)
     trained = train("specforge", draft=draft, replay=served.path)
     result = compared(trained, served)
-    assert result.verdict == "diverge"
+    assert result.verdict == "diverged"
     assert result.first_divergence is not None
     assert (result.first_divergence.site, result.first_divergence.step) == ("carry", 0)
     assert result.diagnosis is not None
@@ -230,11 +230,12 @@ def test_rotary_tables_after_one_long_sequence_are_named_live(
     from eagle_trace_specforge import recording
     from tests.support import specforge_training as sf
 
-    # tables of 116 rows, one sequence of 130 tokens, and then two short ones
-    draft = own(max_position_embeddings=96)
-    text = (prompts_file().parent / "prompts.jsonl").read_bytes()
-    documents = [list(text[start : start + 80]) for start in (100, 400)]
-    samples = write_samples(tmp_path / "samples", [*documents, list(text[:130])], torch.bfloat16)
+    draft = own()
+    tables = json.loads((draft / "config.json").read_text())["max_position_embeddings"] + 20
+    text = prompts_file().read_bytes()
+    documents = [list(text[start : start + 120]) for start in (100, 300)]
+    long = list((text * 4)[: tables + 1])
+    samples = write_samples(tmp_path / "samples", [*documents, long], torch.bfloat16)
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("\n".join(json.dumps({"input_ids": one}) for one in documents))
     served = serve(draft=draft, prompts=prompts, dtype="bfloat16", max_new_tokens=8)

@@ -11,7 +11,9 @@ import base64
 import io
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,9 +21,10 @@ from eagle_trace import Trace, open_trace
 from eagle_trace.errors import CheckpointError
 from eagle_trace_serving import process
 from eagle_trace_training.target_model import decoder_of, load_target
-from tests.support import never_captures
+from tests.support import faults, never_captures
 from tests.support.attached import server
 from tests.support.target_pairs import TargetPair, make
+from tests.support.tiny_speculators import Pair
 from tests.support.tiny_targets import FAMILIES, HIDDEN, IDS, LAYERS, write_family_target
 from tests.support.unimported import unimported_in
 from tests.support.verdicts import expect
@@ -96,6 +99,30 @@ def test_a_target_class_that_forgets_to_capture_is_named_with_its_release(
     assert "KimiK25ForConditionalGeneration in SGLang 0.5.23 was never told to capture" in str(cause.fix)
 
 
+def refine_sinks(held: dict[str, Any]) -> None:
+    held.update({name: one * 1.001 for name, one in held.items() if name.endswith(".sinks")})
+
+
+@pytest.mark.parametrize(
+    ("name", "edits", "words"),
+    [
+        ("gpt_oss", {"tensors": refine_sinks}, "holds self_attn.sinks in bfloat16 whatever the dtype"),
+        ("deepseek_v3", {"config": lambda c: c.update(rms_norm_eps=1e-3)}, "norms the target's latents with its rms"),
+    ],
+)
+def test_what_the_engines_class_computes_otherwise_than_transformers_is_named(
+    name: str, edits: dict[str, Any], words: str, tmp_path: Path, warm: Warm
+) -> None:
+    published = make(name, tmp_path, warm)
+    edited = faults.edit(published.pair.target, tmp_path / "edited", **edits)
+    pair = replace(published, pair=Pair(edited, published.pair.draft))
+    result = pair.diffed(pair.serve(pair.deployed))
+    expect(result, "target-differs", "target.hidden.0")
+    assert result.diagnosis is not None
+    (cause,) = result.diagnosis.confirmed
+    assert words in cause.evidence
+
+
 def test_modules_of_sglang_that_cannot_be_imported_are_known(warm: Warm) -> None:
     """SGLang passes over a module without a word when an operator it looks up is absent, and then lacks its models."""
     with warm():
@@ -150,7 +177,7 @@ def test_of_a_server_that_sees_images_the_requests_of_text_are_recorded(tmp_path
         assert seen["meta_info"]["prompt_tokens"] > 6, "the image takes tokens of its own"
         ids = [20, 21, 22, 30, 31, 32, 33]
         running.post("/generate", {"input_ids": ids, "sampling_params": sampling})
-        running.wait_until("idle")
+        running.wait_until("ready")
         served = open_trace(running.traces[0])
     assert served.prompts.num_prompt_tokens.tolist() == [len(ids)]
     assert any(one["rows"].startswith("1 requests that came with an image") for one in served.manifest.not_materialised)

@@ -76,7 +76,7 @@ def strategy(draft: Path, folder: Path, dtype: torch.dtype = torch.float32) -> A
 def batch(samples: Path, *names: str) -> Any:
     """The named samples, padded to one batch as SpecForge's collator does it."""
     files = [samples / f"{name}.ckpt" for name in names]
-    collated = DataCollatorWithPadding()([normalize_offline_sample(load_feature_file(str(one)), 512) for one in files])
+    collated = DataCollatorWithPadding()([normalize_offline_sample(load_feature_file(str(one)), 2048) for one in files])
     tensors = {name: tensor for name, tensor in collated.items() if tensor is not None}
     return TrainBatch(list(names), "eagle3", tensors, {"target_repr": "hidden_state"})
 

@@ -123,8 +123,10 @@ def _said(result: Diff) -> str:
     matched = f"{result.coverage.matched} of {result.coverage.serve_rows} rows"
     if result.first_divergence is None:
         fed = [one.metrics for one in result.sites if one.site.startswith("target.hidden.")]
-        worst = max(one.rho_max for one in fed if isinstance(one, Metrics))
-        return f"{result.verdict}, {matched}, features {worst:.1e} apart"
+        median, worst = (
+            max(getattr(one, name) for one in fed if isinstance(one, Metrics)) for name in ("rho_median", "rho_max")
+        )
+        return f"{result.verdict}, {matched}; features {median:.1e} apart (median row), {worst:.1e} (worst)"
     causes = [one.cause for one in result.diagnosis.confirmed] if result.diagnosis else []
     return f"{', '.join(causes) or 'no known cause'} at `{result.first_divergence.site}`"
 

@@ -49,10 +49,13 @@ class Pair:
         return load_file(self.draft / "model.safetensors")
 
 
-def write_target(folder: Path, *, layers: int = 4, hidden: int = HIDDEN, seed: int = 0, qwen3: bool = False) -> Path:
+def write_target(
+    folder: Path, *, layers: int = 4, hidden: int = HIDDEN, seed: int = 0, qwen3: bool = False, head_dim: int = 8
+) -> Path:
     """Write a random float32 `LlamaForCausalLM` (or Qwen3's) without tokenizer; returns `folder`."""
     make, kind = (Qwen3Config, Qwen3ForCausalLM) if qwen3 else (LlamaConfig, LlamaForCausalLM)
-    config = make(**SHAPE | {"hidden_size": hidden, "num_hidden_layers": layers, "tie_word_embeddings": False})
+    shape = SHAPE | {"hidden_size": hidden, "head_dim": head_dim}
+    config = make(**shape | {"num_hidden_layers": layers, "tie_word_embeddings": False})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = kind(config)
@@ -70,6 +73,7 @@ def write_pair(
     target_layers: int = 4,
     full_vocab: bool = False,
     dtype: torch.dtype = torch.float32,
+    head_dim: int = 8,
     **flags: bool,
 ) -> Pair:
     """Write a target and a draft below `folder`.
@@ -82,11 +86,12 @@ def write_pair(
         target_layers: decoder layers of the target; SGLang captures none behind the last but one.
         full_vocab: let the draft choose among all of the target's tokens, without d2t and t2d.
         dtype: dtype the draft is saved in.
+        head_dim: width of a head, of target and draft; vLLM's CPU attention has none below 32.
         flags: `norm_before_residual`, `norm_before_fc`, `fc_norm`, `norm_output`.
     """
-    target = write_target(folder / "target", layers=target_layers, qwen3=qwen3_target)
+    target = write_target(folder / "target", layers=target_layers, qwen3=qwen3_target, head_dim=head_dim)
     make = Qwen3Config if qwen3 else LlamaConfig
-    config = make(**SHAPE, num_hidden_layers=draft_layers, tie_word_embeddings=False)
+    config = make(**SHAPE | {"head_dim": head_dim}, num_hidden_layers=draft_layers, tie_word_embeddings=False)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
         size = VOCAB if full_vocab else DRAFT_VOCAB

@@ -14,10 +14,13 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
-from eagle_trace.demo import build, models_dir, prompts_file
+from eagle_trace.demo import build, kimi, models_dir, prompts_file
+from eagle_trace_analysis.checkpoint.check import check
+from eagle_trace_analysis.checkpoint.export import export
 
 DRAFT = models_dir() / "draft"
 TARGET = models_dir() / "target"
+KIMI = models_dir() / "kimi"
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -35,8 +38,34 @@ def vocabulary() -> tuple[np.ndarray, np.ndarray]:
         return weights.get_tensor("d2t"), weights.get_tensor("t2d")
 
 
-def test_all_shipped_files_together_stay_under_4_mb() -> None:
-    assert sum(p.stat().st_size for p in shipped_files()) <= 4_000_000
+def test_all_shipped_files_together_stay_under_5_mb() -> None:
+    assert sum(p.stat().st_size for p in shipped_files()) <= 5_000_000
+
+
+def test_the_kimi_target_is_in_the_layout_of_the_published_checkpoint() -> None:
+    config = read_json(KIMI / "target/config.json")
+    assert config["architectures"] == ["KimiK25ForConditionalGeneration"]
+    assert (config["model_type"], config["text_config"]["model_type"]) == ("kimi_k25", "kimi_k2")
+    assert config["text_config"]["rope_scaling"]["type"] == "yarn"
+    with safe_open(KIMI / "target/model.safetensors", framework="numpy") as weights:
+        names = set(weights.keys())
+        assert {weights.get_slice(name).get_dtype() for name in names} == {"BF16"}
+    assert {"language_model.model.embed_tokens.weight", "language_model.lm_head.weight"} <= names
+    assert "language_model.model.layers.1.mlp.experts.7.down_proj.weight" in names
+    assert {name.partition(".")[0] for name in names} == {"language_model", "vision_tower", "mm_projector"}
+
+
+def test_the_kimi_draft_passes_the_static_check_as_saved_and_as_exported(tmp_path: Path) -> None:
+    export(KIMI / "draft", tmp_path / "out", target=KIMI / "target")
+    saved = check(KIMI / "draft", target=KIMI / "target")
+    deployed = check(tmp_path / "out", target=KIMI / "target", reference=KIMI / "draft")
+    assert [one for result in (saved, deployed) for one in result.findings if one.status in ("fail", "warn")] == []
+
+
+def test_the_one_file_of_code_among_the_models_is_the_processor_that_sglang_asks_kimi_for() -> None:
+    (code,) = [path for path in shipped_files() if path.suffix == ".py"]
+    assert code == KIMI / "target/processing_tiny.py"
+    assert code.read_text("utf-8") == kimi.PROCESSOR
 
 
 def test_no_file_names_a_machine_path() -> None:
@@ -98,7 +127,7 @@ def test_prompts_are_different_in_length_and_plain_text() -> None:
 
 
 def test_importing_the_demo_imports_no_torch() -> None:
-    code = "import sys, eagle_trace.demo.build; sys.exit('torch' in sys.modules)"
+    code = "import sys, eagle_trace.demo.build_kimi; sys.exit('torch' in sys.modules)"
     root = str(models_dir().parents[2])
     done = subprocess.run([sys.executable, "-c", code], check=False, env={**os.environ, "PYTHONPATH": root})
     assert done.returncode == 0

@@ -248,6 +248,13 @@ def test_a_class_of_another_kind_is_refused(path: str) -> None:
         missing_sites(model)
 
 
+def test_a_draft_of_latent_attention_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Draft()
+    monkeypatch.setattr(model.model.layers[0].self_attn, "kv_lora_rank", 32, raising=False)
+    with pytest.raises(HostError, match=r"SGLang's draft class Draft cannot be recorded.*latent attention"):
+        missing_sites(model)
+
+
 @pytest.mark.parametrize(
     ("held", "trained"),
     [

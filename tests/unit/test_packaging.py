@@ -49,6 +49,8 @@ def test_the_wheel_holds_all_packages_and_no_tests(wheel: list[str]) -> None:
         "eagle_trace/demo/prompts.jsonl",
         "eagle_trace/demo/models/target/model.safetensors",
         "eagle_trace/demo/models/draft/model.safetensors",
+        "eagle_trace/demo/models/kimi/target/processing_tiny.py",
+        "eagle_trace/demo/models/kimi/draft/model.safetensors",
         "sglang_cpu_eagle/shim/sgl_kernel/__init__.py",
         "eagle_trace_training/shim/sitecustomize.py",
     ],

@@ -87,11 +87,16 @@ def check_carry(context: Context) -> Outcome:
         said = context.says("norm_output", flag)
         yield Hypothesis(f"norm_output {str(flag).lower()}", replay.varied(norm_output=flag), said)
 
+    # what the training computes: its own config may mean another thing by the flag
+    trained = context.form is not None and context.form.norm_output
+    says = f"norm_output {str(trained).lower()}"
     return counterfactual(
         context,
         ["carry"],
         other,
-        lambda _: as_trained(context, "norm-output", ("norm_output",), "norm_output", "set norm_output as trained"),
+        lambda _: as_trained(
+            context, "norm-output", ("norm_output",), says, f"set {says} in the deployed config, as trained"
+        ),
         own=("norm_output",),
     )
 

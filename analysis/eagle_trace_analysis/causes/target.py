@@ -11,12 +11,24 @@ import numpy as np
 from eagle_trace_analysis.causes.base import RECORD_VALUES, Cause, Outcome, confirmed, not_tested, ruled_out
 from eagle_trace_analysis.causes.embedding import own_embedding
 from eagle_trace_analysis.checkpoint.files import DTYPE_NAMES, StoredTensor, as_float32
+from eagle_trace_analysis.checkpoint.subject import Target
 from eagle_trace_analysis.comparison.tolerance import UNIT
+from eagle_trace_analysis.engines.sglang.target_classes import HELD_IN_BFLOAT16
 from eagle_trace_analysis.evidence.context import Context
 
 #: tensors of the two folders that are compared, and rows of each
 TENSORS, ROWS = 2048, 8
 QUANTISING = ("--quantization", "--quantize-and-serve", "--torchao-config", "--modelopt-quant")
+HOLD_ALIKE = (
+    "round these tensors of the target to bfloat16, as they are published: both sides then compute with the same; the "
+    "draft is not at fault"
+)
+NORM_ALIKE = (
+    "take the training's features from an engine that reads rms_norm_eps (--features FOLDER of what the draft was "
+    "trained on, or --features serve); the draft is not at fault"
+)
+#: kinds of text models whose latents transformers 5 norms with an eps of its own, and that eps
+LATENT_TARGETS, LATENT_EPS = frozenset({"deepseek_v2", "deepseek_v3", "kimi_k2"}), 1e-6
 #: config entries that change what a model computes
 TELLING = ("hidden_size", "num_hidden_layers", "num_attention_heads", "rms_norm_eps", "rope_parameters",
            "rope_theta", "rope_scaling", "vocab_size", "quantization_config")  # fmt: skip
@@ -54,11 +66,52 @@ def check_target(context: Context) -> Outcome:
         return confirmed(f"{fact}; {site} differs", "serve the draft with the target it was trained for", site)
     if differs:
         return ruled_out(f"{fact}, but the layers fed differ in another way")
+    if not embedded and (known := _engines_own(context)) is not None and _same_layers(context):
+        return confirmed(*known, site)
     if (other := _explained(context, site)) is not None:
         return ruled_out(f"{fact}; {other} explains {site}")
     return not_tested(
         f"{site} differs, which no other cause explains; {fact}, which does not prove that the targets are one",
         "give --target, or record the training side with --features compute on the server's target",
+    )
+
+
+def _engines_own(context: Context) -> tuple[str, str] | None:
+    """What SGLang's class of the target computes otherwise than transformers', and what to do; None for nothing."""
+    if context.serve.manifest.host != "sglang" or context.target is None:
+        return None
+    if (held := _held_in_bfloat16(context, context.target)) is not None:
+        return held, HOLD_ALIKE
+    if (normed := _latents_normed_otherwise(context, context.target)) is not None:
+        return normed, NORM_ALIKE
+    return None
+
+
+def _latents_normed_otherwise(context: Context, target: Target) -> str | None:
+    """DeepSeek's kin norm the latents of queries, keys and values: each host with an eps of its own."""
+    eps = target.config.get("rms_norm_eps")
+    computed = context.train.manifest.settings.get("features") == "compute"
+    if not computed or target.config.get("model_type") not in LATENT_TARGETS or eps in (None, LATENT_EPS):
+        return None
+    return (
+        f"SGLang's {target.architecture} norms the target's latents with its rms_norm_eps ({eps:g}), transformers with "
+        f"{LATENT_EPS:g} whatever the config says"
+    )
+
+
+def _held_in_bfloat16(context: Context, target: Target) -> str | None:
+    """Tensors of the target that its class rounds although the server computes in a finer dtype; None for none."""
+    ending = HELD_IN_BFLOAT16.get(target.architecture or "")
+    if ending is None or target.checkpoint is None or context.serve.manifest.dtype == "bfloat16":
+        return None
+    stored = [as_float32(one.read()) for one in target.checkpoint.tensors.values() if one.name.endswith(ending)]
+    rounded = sum(bool((one.astype(ml_dtypes.bfloat16).astype(np.float32) != one).any()) for one in stored)
+    if not rounded:
+        return None
+    return (
+        f"SGLang's {target.architecture} holds {ending.removeprefix('.')} in bfloat16 whatever the dtype "
+        f"({context.serve.manifest.dtype} here), and {rounded} of {len(stored)} such tensors of the target are finer "
+        "than that"
     )
 
 

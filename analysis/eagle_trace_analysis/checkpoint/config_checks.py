@@ -13,6 +13,8 @@ from eagle_trace_analysis.engines.refusal import Refusal, shown
 
 def check_format(subject: Subject) -> Finding:
     """Whether the engine would take the folder for an EAGLE-3 draft."""
+    if subject.is_speculators and subject.format in subject.engine.READS:
+        return passed("format", "", f"{subject.format} format, which {subject.engine.ENGINE} reads as it is")
     if subject.is_speculators:
         return passed(
             "format",
@@ -51,7 +53,7 @@ def check_format(subject: Subject) -> Finding:
             f"{subject.engine.ENGINE} does not know; the rest is checked as if it were its own",
             f'set architectures to ["{subject.engine.ARCHITECTURE}"]{_ids_for(other, subject)}',
         )
-    if name != subject.engine.ARCHITECTURE:
+    if name not in subject.engine.ARCHITECTURES:
         return failed(
             "format",
             "",
@@ -59,7 +61,7 @@ def check_format(subject: Subject) -> Finding:
             "are those of one",
             f'set architectures to ["{subject.engine.ARCHITECTURE}"]',
         )
-    return passed("format", "", f"{subject.engine.TITLE} format ({subject.engine.ARCHITECTURE})")
+    return passed("format", "", f"{subject.engine.TITLE} format ({name})")
 
 
 def _ids_for(other: str, subject: Subject) -> str:

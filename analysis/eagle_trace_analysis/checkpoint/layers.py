@@ -138,6 +138,11 @@ def _of_speculators(subject: Subject) -> Finding:
     doubt = _doubtful_training(subject, ids) if named else ""
     if doubt:
         return warned(name, SHIFTED, f"{doubt}; `eagle-trace export` writes {exported}", _doubtful_fix(subject, ids))
+    if subject.format in subject.engine.READS:
+        how = "" if named else " (the default)"
+        return passed(
+            name, SHIFTED, f"trained on the inputs of layers {ids}{how}; {subject.engine.TITLE} reads ids as these"
+        )
     return passed(
         name,
         SHIFTED,

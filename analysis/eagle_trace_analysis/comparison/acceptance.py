@@ -54,8 +54,10 @@ def contradiction(accept: AcceptLength) -> str | None:
     """
     if not accept.comparable or accept.observed is None or accept.predicted is None:
         return None
-    gap, unlike = accept.predicted - accept.observed, accept.better + accept.worse
-    if abs(gap) <= GAP * accept.observed or unlike < max(FEWEST, GAP * accept.rounds):
+    low, high = accept.predicted_range or (accept.predicted, accept.predicted)
+    gap = max(low - accept.observed, accept.observed - high, 0.0)
+    unlike = accept.better + accept.worse
+    if gap <= GAP * accept.observed or unlike < max(FEWEST, GAP * accept.rounds):
         return None
     return (
         f"nothing that was compared differs, yet the server got an accept length of {accept.observed:.2f} where the "

@@ -13,6 +13,10 @@ below p) is the true token x_{p + 1 + d}. Nothing of what the server drafted ent
 
 Either way the length is 1 + the mean number of accepted tokens, the bonus token included, as observed ones are
 counted; with undecided rounds it is 1 + the sum over depths of the product of the conditional shares.
+
+At a temperature above 0 the same holds in expectation: SGLang accepts a drafted token with exactly the probability that
+the target gives it, and a token that the server committed equals a guess with that probability, too. Of a server that
+drafts trees, what such a tree would get is predicted (`comparison.tree_prediction`).
 """
 
 from __future__ import annotations
@@ -24,6 +28,7 @@ import numpy as np
 
 from eagle_trace.reader import Trace, padded_paths
 from eagle_trace_analysis.comparison.result import AcceptLength
+from eagle_trace_analysis.comparison.tree_prediction import Rounds, predict_tree, tree_shape
 
 Chain = tuple[int, tuple[int, ...]]
 
@@ -38,10 +43,16 @@ class _Prompt:
 
 @dataclass(frozen=True)
 class _Guess:
-    """Outcome at one root: tokens accepted, and up to which depth that is known."""
+    """Outcome at one root: tokens accepted, and up to which depth that is known. In a tree at least and `most`."""
 
     accepted: int
     decided: int
+    most: int | None = None
+
+    @property
+    def at_most(self) -> int:
+        """Tokens accepted at most; of a chain there is no doubt."""
+        return self.accepted if self.most is None else self.most
 
 
 def predict(observed: AcceptLength, train: Trace, serve: Trace) -> AcceptLength:
@@ -52,6 +63,10 @@ def predict(observed: AcceptLength, train: Trace, serve: Trace) -> AcceptLength:
         train, serve: the traces.
     """
     prompts, depth = _served(serve)
+    if observed.branches > 1 and (shape := tree_shape(serve)) is not None:
+        rounds = {key: Rounds(one.tokens, one.rounds) for key, one in prompts.items() if one.rounds}
+        if (predicted := predict_tree(observed, train, rounds, shape)) is not None:
+            return predicted
     best = _best_ids(train, {key: min(one.rounds) for key, one in prompts.items() if one.rounds})
     guesses: dict[str, dict[int, _Guess]] = {}
     walked: list[_Guess] | None = []

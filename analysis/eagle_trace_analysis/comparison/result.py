@@ -138,7 +138,8 @@ class AcceptLength:
         predicted_basis: ``walk`` (each round starts where the one before ended) or ``rounds`` (the server's own).
         undecided: of `predicted_rounds`, those not known at every depth.
         better, worse: of the server's rounds, those where training would have had more accepted, or fewer.
-        branches: most branches that a proposed token had: 1 for a chain. What is predicted is always a chain's.
+        branches: most branches that a proposed token had: 1 for a chain.
+        predicted_range: of a tree, the least and the most that `predicted` lies between; None for a chain's.
         reference: of two servers, what the reference got; None for another pair.
     """
 
@@ -155,11 +156,13 @@ class AcceptLength:
     worse: int = 0
     branches: int = 1
     reference: float | None = None
+    predicted_range: tuple[float, float] | None = None
 
     @property
     def comparable(self) -> bool:
-        """Whether observed and predicted are both known and both a chain's: a tree has more tokens to accept from."""
-        return self.observed is not None and self.predicted is not None and self.branches == 1
+        """Whether observed and predicted are both known, and both of a chain or both of a tree."""
+        alike = self.branches == 1 or self.predicted_range is not None
+        return self.observed is not None and self.predicted is not None and alike
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,10 @@
 """How far a draft tree that the training forward would build is accepted on the tokens that the server committed.
 
-A server with `topk` > 1 drafts as EAGLE-2 does (SGLang's `select_top_k_tokens` and `organize_draft_results`): of the best
-`topk` tokens below each of `topk` nodes, the `topk` with the largest product of probabilities are expanded next, and of
-all tokens seen at any depth, the `draft_tokens - 1` with the largest product are verified. The answer goes on along the
-true tokens for as long as they are among these, so at a root the number accepted is the number of leading depths d at
-which the true path of length d is a node of the tree.
+A server with `topk` > 1 drafts as EAGLE-2 does (SGLang's `select_top_k_tokens` and `organize_draft_results`): of the
+best `topk` tokens below each of `topk` nodes, the `topk` with the largest product of probabilities are expanded next,
+and of all tokens seen at any depth, the `draft_tokens - 1` with the largest product are verified. The answer goes on
+along the true tokens for as long as they are among these, so at a root the number accepted is the number of leading
+depths d at which the true path of length d is a node of the tree.
 
 The training side has rows along the true tokens, and of what the server drafted the rows that training computes as
 well. A node that would be expanded and has no row competes with children nobody knows: its i-th best child has at most

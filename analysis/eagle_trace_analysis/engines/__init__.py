@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from eagle_trace.errors import UsageError
-from eagle_trace_analysis.engines import sglang
+from eagle_trace_analysis.engines import sglang, vllm
 from eagle_trace_analysis.engines.base import Engine, Gap, Scheme
 
 #: by the name the command line knows it by
-ENGINES: Mapping[str, Engine] = {"sglang": sglang}
+ENGINES: Mapping[str, Engine] = {"sglang": sglang, "vllm": vllm}
 SGLANG: Engine = sglang
 
 

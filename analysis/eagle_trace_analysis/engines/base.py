@@ -84,6 +84,14 @@ class Engine(Protocol):
         """The class that serves the draft, as a config has to name it."""
 
     @property
+    def ARCHITECTURES(self) -> Collection[str]:
+        """Every name of a class that serves such a draft."""
+
+    @property
+    def READS(self) -> Collection[str]:
+        """Trainers whose format the engine reads as it is."""
+
+    @property
     def OTHER_NAMES(self) -> Mapping[str, Collection[str]]:
         """Names of other engines for a draft with the same layer, which this one does not know: engine -> names."""
 

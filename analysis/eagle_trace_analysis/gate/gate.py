@@ -75,6 +75,8 @@ def expected_length(accept: AcceptLength, diff: Diff) -> tuple[float | None, str
     if accept.reference is not None:
         return accept.reference, f"what {diff.roles.reference} got"
     if accept.comparable and accept.predicted is not None:
+        if accept.predicted_range is not None:
+            return accept.predicted_range[0], "the least that is predicted for such trees on these tokens"
         return accept.predicted, "predicted by the training forward on these tokens"
     if accept.branches > 1:
         return None, "the server drafts a tree, and what is predicted is a chain's"

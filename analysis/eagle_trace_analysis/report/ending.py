@@ -49,7 +49,8 @@ def holds_all(diff: Diff, lines: Sequence[Text]) -> bool:
         return True
     said = [line.plain for line in lines]
     named = {line.removeprefix("cause: ").split("  ")[0] for line in said if line.startswith("cause: ")}
-    cut = any(line.endswith(" ...") for line in said)
+    causes = [at for at, line in enumerate(said) if line.startswith("cause: ")]
+    cut = any(line.endswith(" ...") for line in said[min(causes, default=0) :])
     return not cut and not diff.diagnosis.unexplained and named == {one.cause for one in diff.diagnosis.confirmed}
 
 
@@ -68,7 +69,9 @@ def _predicted(accept: AcceptLength) -> str:
     if accept.predicted is None:
         return ""
     chain = "" if accept.comparable else " for a chain"
-    return f", {accept.predicted:.2f} predicted by the training forward{chain}"
+    low, high = accept.predicted_range or (accept.predicted, accept.predicted)
+    figure = f"{low:.2f}" if round(low, 2) == round(high, 2) else f"{low:.2f} to {high:.2f}"
+    return f", {figure} predicted by the training forward{chain}"
 
 
 def _causes(diagnosis: Diagnosis, console: Console, room: int, verdict: str) -> list[Text]:
@@ -97,7 +100,7 @@ def _causes(diagnosis: Diagnosis, console: Console, room: int, verdict: str) -> 
 def _cause(one: CauseVerdict, console: Console, room: int, counts: str, *, more: bool) -> list[Text]:
     if room < 2:
         return []
-    title = Text(f"cause: {one.cause}", style="bold red")
+    title = Text().append(f"cause: {one.cause}", style="bold red")
     if counts:
         title.append(f"  ({counts})", style="dim")
     fix = _cut(f"fix: {one.fix}", console, min(_FIX, room - 1), style="bold")
@@ -133,7 +136,7 @@ def _gate(diff: Diff, console: Console) -> list[Text]:
 
 def _next(command: str) -> Text:
     """The next command, which is never cut: it is there to be copied."""
-    return Text("next: ", style="bold") + Text(printable(command))
+    return Text().append("next: ", style="bold").append(printable(command))
 
 
 def next_command(diff: Diff, reference: Trace, other: Trace) -> str:

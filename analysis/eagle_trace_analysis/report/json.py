@@ -93,6 +93,7 @@ def _accept_length(accept: AcceptLength) -> dict[str, Any]:
         "rounds": accept.rounds,
         "by_depth": list(accept.by_depth),
         "by_prompt": dict(accept.by_prompt),
+        "predicted_range": list(accept.predicted_range) if accept.predicted_range is not None else None,
         "predicted_by_depth": list(accept.predicted_by_depth),
         "predicted_rounds": accept.predicted_rounds,
         "predicted_basis": accept.predicted_basis or None,

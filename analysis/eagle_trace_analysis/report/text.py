@@ -1,4 +1,4 @@
-"""A diff for people: the answer in the first three lines, then what stands behind it, in 80 columns."""
+"""A diff for people: what was found, and at the end the answer, in 80 columns."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any
 
 from rich.console import Console
 from rich.padding import Padding
-from rich.table import Table
 from rich.text import Text
 
 from eagle_trace.printable import printable
 from eagle_trace.terminal import PlainConsole
-from eagle_trace_analysis.comparison.metrics import IdMetrics, Metrics
+from eagle_trace_analysis.comparison.metrics import Metrics
 from eagle_trace_analysis.comparison.result import AcceptLength, Diff, Divergence, SiteResult
 from eagle_trace_analysis.diagnosis.diagnose import Diagnosis
 from eagle_trace_analysis.pairing.pairs import Coverage, skipped_because
 from eagle_trace_analysis.pairing.roles import Roles
 from eagle_trace_analysis.report.ending import STYLE, ending, holds_all
+from eagle_trace_analysis.report.site_table import print_sites
 from eagle_trace_analysis.report.verdicts import print_confirmed, print_rest, replay_lines
 
 WIDTH = 80
@@ -27,7 +27,6 @@ WIDTH = 80
 SHORT = 6
 #: notes that change nothing for whoever reads the verdict
 _QUIET = ("no-checksums", "sketch", "parameters-form")
-_STYLE = STYLE | {"not compared": "dim"}
 
 
 def render(
@@ -110,7 +109,7 @@ def _print_before(diff: Diff, console: Console, cut: list[str], *, sites: str, v
     """All that stands before the ending, what matters most last."""
     roles = diff.roles
     if any(result.metrics or result.divergence for result in diff.sites):
-        _print_sites(console, diff, sites, most=None if verbose or sites == "all" else SHORT)
+        print_sites(console, diff, sites, most=None if verbose or sites == "all" else SHORT)
     whole = (
         ("tolerance", [diff.tolerance]),
         ("not compared", _not_compared(diff)),
@@ -172,26 +171,10 @@ def _by_itself(diff: Diff, diagnosis: Diagnosis) -> list[str]:
     return lines
 
 
-def _print_sites(console: Console, diff: Diff, sites: str, most: int | None) -> None:
-    """The table of sites, of at most `most` rows, and what it leaves out."""
-    chosen = _chosen(diff)
-    listed = [result for result in chosen if sites == "all" or result.verdict == "diverged"]
-    shown = listed[:most]
-    if shown:
-        console.print(_table(shown))
-    if len(shown) < len(listed):
-        text = f"and {len(listed) - len(shown)} more sites that diverged; --verbose lists them"
-        console.print(Text(text, style="dim"))
-    if left := [result.verdict for result in chosen if result not in listed]:
-        counts = [f"{left.count(verdict)} {verdict}" for verdict in ("agree", "not compared") if verdict in left]
-        console.print(Text(f"sites: {' and '.join(counts)} at every step; --sites all lists them", style="dim"))
-    console.print()
-
-
 def _answer(diff: Diff, width: int) -> list[Text]:
     """Three lines: verdict, first divergence with both sides, coverage."""
     first = diff.first_divergence
-    lines = [Text(diff.verdict, style=_STYLE[diff.verdict])]
+    lines = [Text(diff.verdict, style=STYLE[diff.verdict])]
     if diff.incomparable is not None:
         lines[0].append(": the two traces could not be compared", style="default")
         lines.append(Text(diff.incomparable))
@@ -333,6 +316,8 @@ def _accept_length(accept: AcceptLength) -> list[str]:
     depths = ", ".join(f"{depth}: {share:.0%}" for depth, share in enumerate(accept.predicted_by_depth, start=1))
     where = "from round to round" if accept.predicted_basis == "walk" else "at the roots of the server's rounds"
     what = "predicted by the training forward on these tokens"
+    if accept.predicted_range is not None:
+        what += f" for such trees ({accept.predicted_range[0]:.2f} at least, {accept.predicted_range[1]:.2f} at most)"
     if not accept.comparable:
         what = "is what the training forward gets with a chain on these tokens, and no forecast of the tree of "
         what += f"{accept.branches} branches that the server drafted"
@@ -355,50 +340,6 @@ def _section(console: Console, title: str, lines: list[str]) -> None:
     for line in lines:
         console.print(Padding(_printable(Text(line)), (0, 0, 0, 2)))
     console.print()
-
-
-def _chosen(diff: Diff) -> list[SiteResult]:
-    """One result a site: the first step at which it diverged, or else the one closest to what is allowed."""
-    chosen: dict[str, SiteResult] = {}
-    for result in diff.sites:
-        known = chosen.get(result.site)
-        if known is None or _rank(result) > _rank(known):
-            chosen[result.site] = result
-    return list(chosen.values())
-
-
-def _table(results: Iterable[SiteResult]) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 1))
-    table.add_column("site", no_wrap=True, max_width=30)
-    for name in ("step", "rows", "median", "max", "allowed"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("verdict", no_wrap=True)
-    for result in results:
-        metrics = result.metrics
-        cells = ["", "", "", ""]
-        if isinstance(metrics, Metrics):
-            allowed = result.tolerance.allowed["rho_max"] if result.tolerance else 0.0
-            cells = [
-                str(metrics.rows),
-                f"{metrics.rho_median:.1e}",
-                f"{metrics.rho_max:.1e}",
-                f"{allowed:.1e}",
-            ]
-        elif isinstance(metrics, IdMetrics):
-            cells = [str(metrics.rows), "", f"{metrics.differing} differ", "0"]
-        verdict = Text(result.verdict + (" *" if result.frontier else ""), style=_STYLE.get(result.verdict, ""))
-        table.add_row(printable(result.site), str(result.step), *cells, verdict)
-    return table
-
-
-def _rank(result: SiteResult) -> tuple[int, float]:
-    if result.verdict == "diverged":
-        return 2, -result.step
-    if result.verdict == "not compared":
-        return 0, 0.0
-    if isinstance(result.metrics, Metrics) and result.tolerance:
-        return 1, result.metrics.rho_max / result.tolerance.allowed["rho_max"]
-    return 1, 0.0
 
 
 def _fit(line: Text, width: int) -> Text:

@@ -12,7 +12,7 @@ from eagle_trace_analysis.diagnosis.diagnose import CauseVerdict, Diagnosis
 from eagle_trace_analysis.pairing.roles import Roles
 from eagle_trace_analysis.replay.replay import Replayed
 
-INDENT, NAME_WIDTH = 2, 24
+INDENT, NAME_WIDTH = 2, 26
 
 
 def print_confirmed(diagnosis: Diagnosis, console: Console) -> None:

@@ -52,10 +52,6 @@ PRELOADED = {
         "vllm.model_executor.models.llama",
         "vllm.model_executor.models.llama_eagle3",
         "vllm.model_executor.models.qwen3_eagle3",
-        "eagle_trace_serving.attached",
-        "eagle_trace_serving.routes",
-        "eagle_trace_vllm.arming",
-        "eagle_trace_vllm.worker",
     ),
 }
 

@@ -19,13 +19,19 @@ Warm = Callable[[], AbstractContextManager[None]]
 
 
 @contextmanager
-def warm_python(host: str = "sglang") -> Iterator[list[str]]:
-    """Start the server; the command that runs a module by it, for this process and those it starts."""
+def warm_python(host: str = "sglang", ahead: Path | None = None, **variables: str) -> Iterator[list[str]]:
+    """Start the server; the command that runs a module by it, for this process and those it starts.
+
+    Args:
+        host: what to import beforehand.
+        ahead: folder that comes first in PYTHONPATH.
+        variables: what else its environment says.
+    """
     with tempfile.TemporaryDirectory(prefix="eagle-trace-warm-") as folder:
         address = str(Path(folder) / "socket")
-        environment = _environment(host)
-        ahead = filter(None, [environment.get("PYTHONPATH"), str(ROOT)])
-        environment["PYTHONPATH"] = os.pathsep.join(ahead)
+        environment = _environment(host) | variables
+        path = filter(None, [ahead and str(ahead), environment.get("PYTHONPATH"), str(ROOT)])
+        environment["PYTHONPATH"] = os.pathsep.join(path)
         process = subprocess.Popen(
             [sys.executable, "-m", "tests.support.warm.server", address, host],
             stdin=subprocess.PIPE,

@@ -20,6 +20,9 @@ ENGINE = f"{TITLE} 0.5.23"
 canonical_name = recorded.canonical_name
 STACKED = recorded.FUSED
 ARCHITECTURE = "LlamaForCausalLMEagle3"
+ARCHITECTURES = frozenset({ARCHITECTURE})
+#: formats of trainers that the engine reads as they are
+READS: frozenset[str] = frozenset()
 #: what other engines call a draft with the very same layer
 OTHER_NAMES = {
     "vLLM": frozenset({

@@ -51,6 +51,8 @@ SINCE = {
     ),
     "0.5.22": ("ExaoneMoeForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"),
 }
+#: endings of a target's tensors that its class holds in bfloat16, whatever dtype it is served in
+HELD_IN_BFLOAT16 = {"GptOssForCausalLM": ".self_attn.sinks"}
 #: classes that capture and do not share their embedding: `get_embed_and_head` is missing
 NO_EMBEDDING = frozenset({"Qwen2MoeForCausalLM"})
 #: the other classes of SGLang 0.5.23: no `set_eagle3_layers_to_capture`

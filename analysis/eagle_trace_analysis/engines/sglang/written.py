@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from eagle_trace_analysis.engines.sglang.accepts import config_class, fits
@@ -18,13 +18,7 @@ def flat_config(training: Training, ids: Sequence[int], dtype: str) -> dict[str,
         ids: layer ids as `ids_that_capture` gives them.
         dtype: what the weights are stored in.
     """
-    flat = {key: value for key, value in training.decoder.items() if not key.startswith("_")}
-    # a share of each head is rotated by SGLang's llama layer only: the layer that was trained rotates whole heads
-    flat.pop("partial_rotary_factor", None)
-    types = (config_class({"model_type": "llama"}) or {"types": {}})["types"]
-    # a null where the class takes none stands for a key that is not there
-    flat = {key: value for key, value in flat.items() if value is not None or fits(None, types.get(key, "None"))}
-    return flat | {
+    return decoder_keys(training.decoder) | {
         "architectures": [ARCHITECTURE],
         "model_type": "llama",
         "draft_vocab_size": training.draft_vocab_size,
@@ -38,3 +32,13 @@ def flat_config(training: Training, ids: Sequence[int], dtype: str) -> dict[str,
         "fc_norm": training.fc_norm,
         "norm_output": training.norm_output,
     }
+
+
+def decoder_keys(decoder: Mapping[str, Any]) -> dict[str, Any]:
+    """What a flat config takes over of the trained decoder's."""
+    flat = {key: value for key, value in decoder.items() if not key.startswith("_")}
+    # a share of each head is rotated by the engine's llama layer only: the layer that was trained rotates whole heads
+    flat.pop("partial_rotary_factor", None)
+    types = (config_class({"model_type": "llama"}) or {"types": {}})["types"]
+    # a null where the class takes none stands for a key that is not there
+    return {key: value for key, value in flat.items() if value is not None or fits(None, types.get(key, "None"))}

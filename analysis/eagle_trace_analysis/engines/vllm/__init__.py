@@ -1,0 +1,56 @@
+"""vLLM: what it loads, takes, ignores and refuses. The names of `eagle_trace_analysis.engines.base.Engine`."""
+
+from eagle_trace_analysis.engines.sglang.accepts import positions, refusals, repaired, target_refusals
+from eagle_trace_analysis.engines.sglang.schemes import SIDE_FILES, read_quantisation
+from eagle_trace_analysis.engines.vllm.engine import (
+    ARCHITECTURE,
+    ARCHITECTURES,
+    ENGINE,
+    NAME,
+    OTHER_NAMES,
+    READS,
+    STACKED,
+    TITLE,
+    canonical_name,
+    captured_inputs,
+    computes_nothing,
+    config_class,
+    copied_from_serving,
+    copied_from_training,
+    default_inputs,
+    destinations,
+    entering_norm,
+    fc_norm,
+    fed_width,
+    flat_config,
+    gaps,
+    ids_that_capture,
+    last_input,
+    layer_ids,
+    layer_of,
+    norm_before_fc,
+    num_aux_hidden_states,
+    parameters,
+    quantisation_refused,
+    rope_settings,
+    scheme_of,
+    skips_fc,
+    uses_aux_hidden_state,
+    with_defaults,
+)
+from eagle_trace_analysis.engines.vllm.target_classes import (
+    feeds_since,
+    is_known_target,
+    target_class,
+    why_it_cannot_serve,
+)
+
+__all__ = [
+    "ARCHITECTURE", "ARCHITECTURES", "ENGINE", "NAME", "OTHER_NAMES", "READS", "SIDE_FILES", "STACKED", "TITLE",
+    "canonical_name", "captured_inputs", "computes_nothing", "config_class", "copied_from_serving",
+    "copied_from_training", "default_inputs", "destinations", "entering_norm", "fc_norm", "fed_width", "feeds_since",
+    "flat_config", "gaps", "ids_that_capture", "is_known_target", "last_input", "layer_ids", "layer_of",
+    "norm_before_fc", "num_aux_hidden_states", "parameters", "positions", "quantisation_refused", "read_quantisation",
+    "refusals", "repaired", "rope_settings", "scheme_of", "skips_fc", "target_class", "target_refusals",
+    "uses_aux_hidden_state", "why_it_cannot_serve", "with_defaults",
+]  # fmt: skip

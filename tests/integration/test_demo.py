@@ -1,0 +1,26 @@
+"""The demo's Kimi-K2.5 pair on the real hosts: deployed right it agrees, fed one layer it is the story."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from eagle_trace.demo.run import KIMI, diff_all, record_all
+from tests.support.verdicts import expect
+from tests.support.warm.start import Warm
+
+pytest.importorskip("speculators")
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
+
+
+def test_the_story_is_told_on_its_own_family(tmp_path: Path, warm: Warm) -> None:
+    with warm():
+        traces = record_all(tmp_path, lambda _: None, KIMI)
+    healthy, broken = diff_all(traces)
+    expect(healthy, None, None)
+    expect(broken, "single-layer-features", "fused")
+    right, wrong = healthy.accept_length.observed, broken.accept_length.observed
+    assert right is not None
+    assert wrong is not None
+    assert right > 3 > 1.5 > wrong
