@@ -14,10 +14,11 @@ import torch
 from eagle_trace import open_trace
 from eagle_trace.manifest import Manifest
 from eagle_trace.reader import Trace
-from eagle_trace.recording import stage
+from eagle_trace.recording import forward, stage
 from eagle_trace.recording.best import best_ids, best_on_device
 from eagle_trace.recording.stage import Stage
 from eagle_trace.selection import Selection
+from eagle_trace.sketch import reduce_on_device
 from eagle_trace.writer import TraceWriter, prepare_output
 from eagle_trace_serving.admission import Admission
 from eagle_trace_serving.orders import Order
@@ -185,6 +186,34 @@ def test_below_values_rows_are_reduced_on_the_device(device: Device, tmp_path: P
         one, other = here.statistics(site), there.statistics(site)
         np.testing.assert_allclose(one.norm, other.norm, rtol=1e-6)
         np.testing.assert_allclose(one.mean, other.mean, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("most", [stage.TRANSFER_BYTES, 1])
+def test_sites_of_one_shape_are_reduced_together(
+    device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    shapes: list[tuple[int, ...]] = []
+
+    def reduce(rows: Any, **options: Any) -> Any:
+        shapes.append(tuple(rows.shape))
+        return reduce_on_device(rows, **options)
+
+    monkeypatch.setattr(forward, "reduce_on_device", reduce)
+    monkeypatch.setattr(forward, "TRANSFER_BYTES", most)
+    server = Server(tmp_path / "s.trace", moved, "sketch")
+    server._run("EXTEND", torch.arange(9), [3, 2, 4], lens=[3, 2, 4], picked=3)
+    trace, rows = server.seal(), 7
+    # three target layers' features of one width and dtype; a forward too large to wait is reduced as it comes
+    together = {(3 * rows, WIDTH)} if most > 1 else set()
+    apart = {(rows, 3 * WIDTH), (rows, WIDTH), (rows, 2 * WIDTH), (3, VOCABULARY)}
+    assert set(shapes) == together | apart
+    assert len(shapes) == (5 if most > 1 else 7)
+    here = Server(tmp_path / "h.trace", lambda tensor: tensor, "sketch")
+    here._run("EXTEND", torch.arange(9), [3, 2, 4], lens=[3, 2, 4], picked=3)
+    other = here.seal()
+    assert trace.sites == other.sites
+    for site in trace.sites:
+        np.testing.assert_allclose(trace.sketch(site), other.sketch(site), rtol=2e-3, atol=1e-4)
 
 
 def test_rows_of_others_stay_on_the_device(device: Device, tmp_path: Path) -> None:
