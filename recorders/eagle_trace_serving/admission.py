@@ -10,8 +10,6 @@ from eagle_trace.errors import UsageError
 from eagle_trace.prompts import LateKeys
 from eagle_trace.writer import DP_STRIDE
 
-#: SGLang's own probes; they are no request of anybody
-OWN_REQUESTS = ("HEALTH_CHECK",)
 #: how many requests of others are recorded unless somebody says
 DEFAULT_REQUESTS = 8
 #: a client chooses its request ids, and the scheduler's thread looks at each of them
@@ -63,7 +61,7 @@ class Admission:
             return False
         if self.named is not None:
             return rid in self.named
-        if rid.startswith(OWN_REQUESTS) or len(rid) > LONGEST_ID or not (self.match in ("", rid) or self._fits(rid)):
+        if len(rid) > LONGEST_ID or not (self.match in ("", rid) or self._fits(rid)):
             return False
         try:
             encoded = rid.encode()

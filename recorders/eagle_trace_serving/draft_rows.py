@@ -1,14 +1,14 @@
 """Which rows of a draft call are data, and what their keys are.
 
-Works on plain arrays, so that every batch shape can be tested without a server. SGLang's calls, row by row (n draft
-tokens a request, B requests):
+Works on plain arrays, so that every batch shape can be tested without a server. A server's calls, row by row (n draft
+tokens per request, B requests):
 
-- EXTEND (prefill): the rows of every request one after another; the first has root seq_len - extend_len, and the row
+- extend, of a prompt: the rows of every request one after another; the first has root seq_len - extend_len, and the row
   at root p pairs feature g_p with token x_{p+1}.
-- DECODE (draft step): B x topk rows; the s-th such call after an extend is step s, below the root of the request's
-  last accepted row.
-- DRAFT_EXTEND_V2 (after verify): B x n rows; the first accepted ones of each request are the accepted path and go on
-  behind the root that was verified, the rest is leftover of rejected tokens and no data.
+- step: B x topk rows; the s-th such call after an extend is step s, below the root of the request's last accepted row.
+- extend, after a verify round: the rows of every request one after another, n of each where nothing was cut off; the
+  first accepted ones of each are the accepted path and go on behind the root that was verified, the rest is leftover of
+  rejected tokens and no data.
 
 Keys come from the engine's bookkeeping alone: lengths, accepted counts, the number of calls, the choice of branches.
 Positions and tokens are data. An engine may have them wrong, and that is for the comparison to find: no value of them
@@ -20,11 +20,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from eagle_trace.capture import Int32, Rows
+
+#: what a forward of the draft is: see above
+CallKind = Literal["extend", "step"]
 
 Ints = NDArray[np.integer]
 Index = NDArray[np.intp]
@@ -43,16 +47,16 @@ class DraftCall:
     """What one forward of the draft was given, as host arrays.
 
     Attributes:
-        mode: name of SGLang's forward mode.
+        kind: which of the calls above it is.
         rids: request ids [B].
         input_ids: tokens fed [T].
         positions: rotary positions [T].
-        seq_lens: sequence lengths [B] (in DECODE: before the draft's own tokens).
-        extend_lens: rows of each request [B] (EXTEND and DRAFT_EXTEND_V2).
-        accept_lens: rows that are data of each request [B] (DRAFT_EXTEND_V2).
+        seq_lens: sequence lengths [B]: with the rows of an extend, and before the draft's own tokens in a step.
+        extend_lens: rows of each request [B], in an extend.
+        accept_lens: rows that are data of each request [B], in an extend after a verify round.
     """
 
-    mode: str
+    kind: CallKind
     rids: Sequence[str]
     input_ids: Ints
     positions: Ints
@@ -62,9 +66,9 @@ class DraftCall:
 
     @property
     def last_rows(self) -> Index:
-        """Index of the last row of each request, the only ones that get logits in EXTEND [B]."""
+        """Index of the last row of each request, the only ones that get logits when a prompt is extended [B]."""
         if self.extend_lens is None:
-            raise ValueError(f"{self.mode} has no extend lengths")
+            raise ValueError(f"a call of kind {self.kind} has no extend lengths")
         return np.cumsum(self.extend_lens).astype(np.intp) - 1
 
 
@@ -230,7 +234,7 @@ class RowTracker:
         request.committed |= enumerate(tokens, start=place)
 
     def select_branches(self, parents: Ints | None, drafted: Ints | None = None) -> None:
-        """Take note of what the draft chose for the next DECODE call.
+        """Take note of what the draft chose for the next step.
 
         Args:
             parents: which branch each row descends from [B, topk]; None at step 1, and for a chain.
@@ -240,7 +244,7 @@ class RowTracker:
 
     def rows(self, call: DraftCall, call_id: int) -> tuple[Rows, Index]:
         """Keys of the rows of `call` that are data, and their index into the call's T rows."""
-        keys = self._decode(call) if call.mode == "DECODE" else self._extend(call)
+        keys = self._step(call) if call.kind == "step" else self._extend(call)
         return keys.rows(call, call_id)
 
     def _extend(self, call: DraftCall) -> _Keys:
@@ -275,7 +279,7 @@ class RowTracker:
         request.end, request.verified = (start + data if placed else None), None
         request.step, request.branches = 0, [_ROOT]
 
-    def _decode(self, call: DraftCall) -> _Keys:
+    def _step(self, call: DraftCall) -> _Keys:
         keys, count = _Keys(), len(call.input_ids)
         topk, rest = divmod(count, max(1, len(call.rids)))
         drafted = call.input_ids if self._drafted is None or len(self._drafted) != count else self._drafted
@@ -295,7 +299,7 @@ class RowTracker:
             self.left_out[NO_BRANCHES if fits else NO_LENGTHS] += topk - len(grown)
             request.branches = grown
             for k, branch in enumerate(grown):
-                # SGLang keeps one run of key slots a branch, so a row attends to what *its branch* fed at earlier
+                # a server keeps one run of key slots per branch, so a row attends to what *its branch* fed at earlier
                 # steps; that is its own ancestry only if every ancestor sat in the same branch
                 own = all(ancestor == k for ancestor in branch.lineage)
                 keys.add(rows[k], request, root, request.rounds + 1, branch, own)

@@ -25,6 +25,7 @@ from eagle_trace.manifest import Manifest
 from eagle_trace.recording.hooks import Hooks
 from eagle_trace.store import as_place
 from eagle_trace.writer import TraceWriter
+from eagle_trace_serving.batches import ServedRequest
 from eagle_trace_serving.environment import SESSION
 from eagle_trace_serving.host import DraftWorker
 from eagle_trace_serving.orders import Order
@@ -83,13 +84,13 @@ class ServeRecorder:
 
     # ---- what the scheduler does, told by the plugin's hooks --------------------------------------------------
 
-    def arrived(self, request: Any) -> None:
+    def arrived(self, request: ServedRequest) -> None:
         """A request was queued."""
         self.tell(lambda recording: recording.arrived(request))
 
-    def ended(self, request: Any) -> None:
+    def ended(self, rid: str) -> None:
         """A request was answered or aborted; with the last one the hooks come off."""
-        self.tell(lambda recording: recording.ended(request))
+        self.tell(lambda recording: recording.ended(rid))
 
     def tell(self, event: Callable[[Any], None]) -> None:
         """Pass an event to the recording that is going on, if there is one; an error ends it and not the server."""

@@ -11,6 +11,7 @@ from typing import Any
 
 from eagle_trace.recording.hooks import Hooks
 from eagle_trace_serving.recorder import Tell
+from eagle_trace_sglang.batches import batch_of
 
 #: where the draft worker and its model runner hold graph runners
 _RUNNERS = {
@@ -57,6 +58,7 @@ def hook_graph_boundaries(hooks: Hooks, worker: Any, tell: Tell) -> None:
     def replayed(result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         batch = args[0] if args else kwargs["forward_batch"]
         chosen = args[1] if len(args) > 1 else kwargs["select_index"]
-        tell(lambda recording: recording.replayed(batch, chosen, result.next_token_logits, result.hidden_states))
+        sites = {"carry": result.hidden_states, "logits": result.next_token_logits}
+        tell(lambda recording: recording.replayed(batch_of(batch), chosen, sites))
 
     hooks.wrap(extend, "execute", replayed)

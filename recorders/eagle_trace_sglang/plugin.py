@@ -39,6 +39,7 @@ def _hook_scheduler() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     from eagle_trace_serving.recorder import ServeRecorder
+    from eagle_trace_sglang.batches import SGLangRequest, is_probe, verified_of
     from eagle_trace_sglang.worker import SGLangDraft
 
     recorders: dict[int, ServeRecorder] = {}
@@ -51,23 +52,24 @@ def _hook_scheduler() -> None:
     def verified(result: Any, worker: Any, batch: Any, *_args: Any, **_kwargs: Any) -> None:
         recorder = recorders.get(id(worker._draft_worker))
         if recorder is not None:
-            recorder.tell(lambda recording: recording.verified(result, batch))
+            recorder.tell(lambda recording: recording.verified(verified_of(result, batch)))
 
     def arrived(_result: Any, _scheduler: Any, request: Any, is_retracted: bool = False, **_kwargs: Any) -> None:
+        if is_retracted or is_probe(request):
+            return
         for recorder in recorders.values():
-            if not is_retracted:
-                recorder.arrived(request)
+            recorder.arrived(SGLangRequest(request))
 
     def dropped(_result: Any, _scheduler: Any, request: Any, *_args: Any, **_kwargs: Any) -> None:
         for recorder in recorders.values():
-            recorder.ended(request)
+            recorder.ended(request.rid)
             recorder.between_batches()
 
     def answered(_result: Any, _scheduler: Any, batch: Any, *_args: Any, **_kwargs: Any) -> None:
         for recorder in recorders.values():
             for request in batch.reqs:
                 if request.finished():
-                    recorder.ended(request)
+                    recorder.ended(request.rid)
             recorder.between_batches()
 
     after = HookType.AFTER

@@ -15,16 +15,17 @@ from eagle_trace.writer import TraceWriter
 from eagle_trace_serving.host import Facts
 from eagle_trace_serving.orders import Order
 from eagle_trace_serving.recorder import Tell
+from eagle_trace_serving.recording import Recording
 from eagle_trace_serving.stored import checkpoint_names
+from eagle_trace_sglang.batches import batch_of, parents_of
 from eagle_trace_sglang.captured import target_facts
 from eagle_trace_sglang.deployment import ONE_REPLICA
 from eagle_trace_sglang.graphs import has_graphs, hook_graph_boundaries, run_eagerly
 from eagle_trace_sglang.layers import draft_layers
 from eagle_trace_sglang.params import loaded_params
 from eagle_trace_sglang.ranks import draft_place, replicas
-from eagle_trace_sglang.recording import SGLangRecording
 from eagle_trace_sglang.releases import check_release
-from eagle_trace_sglang.sites import hook_draft, partial_sums, shard_of, tell_missing
+from eagle_trace_sglang.sites import hook_draft, partial_sums, taps, tell_missing
 
 EAGER = (
     "the draft ran eagerly while recording, its CUDA graphs put aside: Python hooks do not run inside a replayed graph"
@@ -84,13 +85,12 @@ class SGLangDraft:
         filled = {parameter for name in self._stored().values() for parameter in fills(name)}
         return loaded_params(self._model, self._worker.hot_token_id, filled)
 
-    def recording(self, order: Order, writer: TraceWriter) -> SGLangRecording:
+    def recording(self, order: Order, writer: TraceWriter) -> Recording:
         """A recording of this draft."""
-        ids = self._worker.hot_token_id
-        return SGLangRecording(
-            order, writer, lambda site: shard_of(site, self._model), self._target_width,
-            None if ids is None else lambda: to_array(ids),
-        )  # fmt: skip
+        hot = self._worker.hot_token_id
+        target_ids = None if hot is None else to_array(hot)
+        shards = {tap.site: tap.shard for tap in taps(self._model)}
+        return Recording(order, writer, self._target_width, target_ids, shards)
 
     def hang(self, hooks: Hooks, tell: Tell, order: Order, manifest: Manifest) -> None:
         """Hang everything that tells a recording of the draft's forwards; see `DraftWorker`."""
@@ -105,7 +105,7 @@ class SGLangDraft:
 
         def opened(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             batch = kwargs["forward_batch"] if "forward_batch" in kwargs else args[2]
-            tell(lambda recording: recording.open_call(batch))
+            tell(lambda recording: recording.open_call(batch_of(batch)))
 
         def captured(site: str, tensor: Any) -> None:
             tell(lambda recording: recording.capture(site, tensor))
@@ -146,6 +146,6 @@ def _watch_branches(hooks: Hooks, tell: Tell) -> None:
     from sglang.srt.speculative import eagle_worker_v2
 
     def chosen(result: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
-        tell(lambda recording: recording.chosen(result[0], result[3], int(args[0]), int(args[5])))
+        tell(lambda recording: recording.chosen(result[0], *parents_of(result[3], int(args[0]), int(args[5]))))
 
     hooks.wrap(eagle_worker_v2, "select_top_k_tokens", chosen)

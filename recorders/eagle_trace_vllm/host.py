@@ -22,7 +22,8 @@ class VLLM:
     title = "vLLM"
     kind: Kind = "server"
     module = "vllm"
-    install = "pip install 'eagle-trace[vllm]'"
+    # its pins and SGLang's exclude each other
+    install = "pip install 'eagle-trace[vllm]' in an environment of its own, and run this command there"
 
     def takes(self, draft: Path) -> bool:
         """It reads what speculators saved as well as the flat format."""

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from eagle_trace_serving.draft_rows import DraftCall
-from eagle_trace_serving.recording import Exchange, Recording
+from eagle_trace_serving.batches import Batch
+from eagle_trace_serving.recording import Recording
 from eagle_trace_vllm.sites import BEFORE_FORWARD
 
 Ints = NDArray[np.int64]
@@ -22,25 +22,54 @@ Ints = NDArray[np.int64]
 
 @dataclass
 class Asked:
-    """A request as vLLM announced it to its workers.
+    """A request as vLLM announced it to its workers (`eagle_trace_serving.batches.ServedRequest`).
 
     Attributes:
         rid: what its client calls it.
-        prompt: token ids.
+        prompt_ids: token ids.
         sampling: vLLM's `SamplingParams`.
         longest: tokens that prompt and answer may have together.
-        answer: what was sampled while it was recorded; may go past the answer's end.
+        sampled: what was sampled while it was recorded; may go past the answer's end.
         computed: tokens of it that are computed when the step that goes on is done.
         ended: whether vLLM let go of it.
     """
 
     rid: str
-    prompt: Sequence[int]
+    prompt_ids: Sequence[int]
     sampling: Any
     longest: int
-    answer: list[int] = field(default_factory=list)
+    sampled: list[int] = field(default_factory=list)
     computed: int = 0
     ended: bool = False
+    has_media: bool = False
+
+    @property
+    def answer_ids(self) -> Sequence[int]:
+        """Tokens of its answer so far."""
+        return self._cut()[0]
+
+    @property
+    def finish_reason(self) -> str | None:
+        """Why its answer ended; None as long as it goes on."""
+        return self._cut()[1]
+
+    def text(self, _prompt_ids: list[int], _answer_ids: list[int]) -> str:
+        """Nothing: a worker has no tokenizer."""
+        return ""
+
+    def _cut(self) -> tuple[list[int], str | None]:
+        """Its answer, and why it ended: vLLM cuts it in another process, by the rules that are its own."""
+        said, sampling = list(self.sampled), self.sampling
+        stops = {sampling.eos_token_id, *(sampling.stop_token_ids or ())}
+        least = sampling.min_tokens or 0
+        end = next((n + 1 for n, token in enumerate(said) if token in stops and n + 1 > least), None)
+        most = min(sampling.max_tokens or self.longest, self.longest - len(self.prompt_ids))
+        if end is not None and end <= most:
+            return said[:end], "stop"
+        if len(said) >= most:
+            return said[:most], "length"
+        # by a text to stop at, which a worker does not see, or by whoever gave it up
+        return said, ("stop" if sampling.stop else "abort") if self.ended else None
 
 
 @dataclass(frozen=True)
@@ -76,34 +105,9 @@ class VLLMRecording(Recording):
     #: tokens that prompt and answer may have together
     longest = 0
     _proposal: Proposal | None = None
-    #: forwards of the proposal so far, and what was computed before the first
-    _step = 0
+    #: forwards of the proposal so far, rows of the one that goes on, and what was computed before the first
+    _step, _rows = 0, 0
     _early: dict[str, Any]
-
-    # ---- requests ---------------------------------------------------------------------------------------------
-
-    def arrived(self, request: Asked) -> None:
-        """A request was announced."""
-        self._take(request.rid, request, request.prompt)
-
-    def ended(self, request: Asked) -> None:
-        """vLLM let go of a request."""
-        request.ended = True
-        self._leave(request.rid)
-
-    def exchange(self, request: Asked) -> Exchange:
-        """What is known of a request by now. vLLM cuts an answer in another process, by the rules that are its own."""
-        said, sampling = list(request.answer), request.sampling
-        stops = {sampling.eos_token_id, *(sampling.stop_token_ids or ())}
-        least = sampling.min_tokens or 0
-        end = next((n + 1 for n, token in enumerate(said) if token in stops and n + 1 > least), None)
-        most = min(sampling.max_tokens or request.longest, request.longest - len(request.prompt))
-        if end is not None and end <= most:
-            return Exchange(request.prompt, said[:end], "stop")
-        if len(said) >= most:
-            return Exchange(request.prompt, said[:most], "length")
-        # by a text to stop at, which a worker does not see, or by whoever gave it up
-        return Exchange(request.prompt, said, ("stop" if sampling.stop else "abort") if request.ended else None)
 
     def sampled(self, rid: str, kept: Sequence[int], proposed: Sequence[int], best: Sequence[int]) -> None:
         """The target has chosen tokens for a request.
@@ -114,80 +118,72 @@ class VLLMRecording(Recording):
             proposed: the drafts that it verified, if any.
             best: the token it would choose behind each row, if that is known.
         """
-        request = self._requests.get(rid)
-        if request is None or not self._goes_on(rid):
+        request = self.request(rid)
+        if not isinstance(request, Asked):
             return
-        known = [*request.prompt, *request.answer]
+        known = [*request.prompt_ids, *request.sampled]
         if request.computed < len(known):
             return  # in the middle of its prefill: what is sampled there is dropped
         if proposed:
             tree = {"proposed": list(proposed), "parents": list(range(len(proposed))), "target_argmax": list(best)}
-            self._note(lambda: self._close_round(rid, len(known) - 2, known[-1], kept, tree))
+            self.close_round(rid, len(known) - 2, known[-1], kept, tree)
         else:
-            self._note(lambda: self._tracker.commit(rid, len(known), kept))
-        request.answer += kept
+            self.commit(rid, len(known), kept)
+        request.sampled += kept
 
     # ---- the forwards of one proposal -------------------------------------------------------------------------
 
     def open_proposal(self, proposal: Proposal) -> None:
         """The drafter is called; its first forward's features come next."""
-        self._call, self._step = None, 0
-        self._early: dict[str, Any] = {}
-        self._proposal = proposal if self._is_recorded(proposal.rids) else None
+        self.open_call(None)
+        self._step, self._early = 0, {}
+        self._proposal = proposal if self.is_recorded(proposal.rids) else None
 
     def forward(self, input_ids: Any, positions: Any) -> None:
         """The draft runs: at first on all rows of the proposal, then on one row per request."""
         proposal = self._proposal
         if proposal is None:
             return
-        if self._call is not None:
-            self.close_call()  # the step before computed no logits
-        first, count = self._step == 0, self._proposal_rows()
+        self.close_call()  # where the step before computed no logits
+        first = self._step == 0
+        # vLLM may pad it with more
+        self._rows = int(proposal.lengths.sum()) if first else len(proposal.rids)
         # a draft that would run past the longest context is fed some place again, or none: no data
         fits = proposal.roots + self._step < self.longest
-        rids = [rid if ok else "" for rid, ok in zip(proposal.rids, fits, strict=True)]
-        mode, keep = "EXTEND" if first else "DECODE", self._stage.keep
-        ids, places = keep(input_ids.reshape(-1)[:count]), keep(positions)
-
-        def facts() -> DraftCall:
-            return DraftCall(
-                mode=mode,
-                rids=rids,
-                input_ids=ids.array,
-                positions=places.array,
-                seq_lens=proposal.ends if first else proposal.roots + 1,
-                extend_lens=proposal.lengths if first else None,
-                accept_lens=proposal.kept if first else None,
-            )
-
-        picked = proposal.last_rows if first else np.arange(count, dtype=np.intp)
-        lengths = proposal.lengths.tolist() if first else [1] * count
-        self._begin_call(mode, rids, count, facts, picked=lambda: picked, lengths=lengths)
+        tensors = {
+            "input_ids": input_ids.reshape(-1)[: self._rows],
+            "positions": positions,
+            "seq_lens": proposal.ends if first else proposal.roots + 1,
+            "extend_lens": proposal.lengths if first else None,
+            "accept_lens": proposal.kept if first else None,
+        }
+        early, self._early = self._early, {}
+        features = early.pop("fused", None)
+        batch = Batch(
+            kind="extend" if first else "step",
+            mode="EXTEND" if first else "DECODE",
+            rids=[rid if ok else "" for rid, ok in zip(proposal.rids, fits, strict=True)],
+            rows=self._rows,
+            tensors=tensors,
+            features=None if features is None else features[: self._rows],
+            lengths=proposal.lengths.tolist() if first else [1] * len(proposal.rids),
+            picked=proposal.last_rows if first else None,
+        )
+        self.open_call(batch)
         self._step += 1
-        for site, tensor in self._early.items():
-            if site == "fused" and self._call is not None:
-                self._call.take_features(tensor[:count])
-            else:
-                self.capture(site, tensor)
-        self._early = {}
-
-    def _proposal_rows(self) -> int:
-        """Rows of the forward that is next; vLLM may pad it with more."""
-        proposal = self._proposal
-        return 0 if proposal is None else int(proposal.lengths.sum()) if self._step == 0 else len(proposal.rids)
+        for site, tensor in early.items():
+            self.capture(site, tensor)
 
     def capture(self, site: str, tensor: Any) -> None:
         """Keep the rows of a site; with the logits, a forward is over."""
-        if self._call is None:
-            if self._proposal is not None and site in BEFORE_FORWARD and self._step == 0:
-                self._early[site] = tensor.detach().clone()
+        if self._proposal is not None and site in BEFORE_FORWARD and self._step == 0:
+            self._early[site] = tensor.detach().clone()
             return
-        super().capture(site, tensor[: self._call.tokens])
+        super().capture(site, tensor[: self._rows])
         if site == "logits":
             self.close_call()
 
     def close_proposal(self) -> None:
         """The drafter is done; where no draft was asked for, it has run its model all the same, for the keys."""
-        if self._call is not None:
-            self.close_call()
+        self.close_call()
         self._proposal = None

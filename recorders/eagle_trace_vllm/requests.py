@@ -25,7 +25,8 @@ class Announced:
         """A step begins (vLLM's `SchedulerOutput`)."""
         for name in scheduled.finished_req_ids:
             if (request := self._requests.pop(name, None)) is not None:
-                self._recorder.ended(request)
+                request.ended = True
+                self._recorder.ended(request.rid)
         self._recorder.between_batches()
         cached = scheduled.scheduled_cached_reqs
         before = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))

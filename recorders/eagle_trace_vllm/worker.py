@@ -7,7 +7,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from eagle_trace.capture import Array
 from eagle_trace.manifest import Manifest
 from eagle_trace.recording.arrays import to_array
 from eagle_trace.recording.forward import offsets_to_ids
@@ -99,14 +98,9 @@ class VLLMDraft:
     def recording(self, order: Order, writer: TraceWriter) -> VLLMRecording:
         """A recording of this draft."""
         config = self._runner.vllm_config.model_config
-        known, offsets = shards(self._model), getattr(self._model, MAP, None)
-
-        def target_ids() -> Array:
-            return offsets_to_ids(to_array(offsets))
-
-        recording = VLLMRecording(
-            order, writer, known.get, int(config.get_hidden_size()), None if offsets is None else target_ids
-        )
+        offsets = getattr(self._model, MAP, None)
+        target_ids = None if offsets is None else offsets_to_ids(to_array(offsets))
+        recording = VLLMRecording(order, writer, int(config.get_hidden_size()), target_ids, shards(self._model))
         recording.longest = int(config.max_model_len)
         return recording
 

@@ -13,10 +13,10 @@ WAITED = "called a synchronizing CUDA operation"
 def count_waits(file: str) -> None:
     """Write to `file`, behind every draft of a batch, how many drafts there were and how often they waited."""
     import torch
+    from eagle_trace_sglang.recording import SGLangRecording
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     from eagle_trace_sglang.plugin import WORKER
-    from eagle_trace_sglang.recording import SGLangRecording
 
     counts = {"drafts": 0, "waits": 0}
 

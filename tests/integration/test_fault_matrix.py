@@ -167,7 +167,12 @@ def test_a_fault_inside_an_engine_that_drafts_trees(fault: str, engine: Callable
     served = engine(fault)
     result = looked_at(train(replay=served.path), served)
     expect(result, *IN_THE_ENGINE.get(fault, (None, None)))
-    assert not result.accept_length.comparable
+    accept = result.accept_length
+    assert accept.branches > 1
+    assert accept.comparable == (accept.predicted_range is not None), "a chain's is not held against a tree's"
+    if not fault:
+        low, high = accept.predicted_range
+        assert 0.97 * low <= accept.observed <= 1.03 * high
 
 
 # ---- what is deployed ----------------------------------------------------------------------------------------------

@@ -33,13 +33,16 @@ def test_the_predicted_accept_length_is_the_servers(serve: Make, train: Make, op
     served = serve(prompts=prompts_file(), max_new_tokens=48, **options)
     accept = diff(train(replay=served.path), served).accept_length
     counts = served.manifest.settings["server_counts"].values()
-    verified = sum(one["spec_verify_ct"] for one in counts)
-    own = sum(one.get("completion_tokens", 0) for one in counts) / verified if verified else 0.0
+    rounds = sum(one["spec_verify_ct"] for one in counts)
+    own = sum(one["spec_accept_length"] * one["spec_verify_ct"] for one in counts) / rounds
     low, high = accept.predicted_range or (accept.predicted, accept.predicted)
-    print(f"{options}: observed {accept.observed:.3f}, server {own:.3f}, predicted {low:.3f} to {high:.3f}")
-    print(f"  {accept.predicted_basis}, {accept.predicted_rounds} rounds, undecided {accept.undecided}, {accept}")
+    print(f"{options}: server {own:.3f}, observed {accept.observed:.3f}, predicted {low:.3f} to {high:.3f}")
     assert accept.comparable
-    assert (accept.better, accept.worse) == (0, 0), "every round comes out as the server's"
-    assert low - 1e-9 <= accept.predicted <= high + 1e-9
-    assert low == pytest.approx(accept.observed, rel=0.02)
-    assert high == pytest.approx(accept.observed, rel=0.02)
+    assert (accept.predicted_range is None) == (options.get("topk", 1) == 1)
+    assert accept.undecided == 0
+    # round by round as the server's, as far as the rows of training decide it
+    assert (accept.better, accept.worse) == (0, 0)
+    assert high - low <= 0.1 * high
+    # the walk ends a round before the answer does, so the two means are not over the same rounds
+    for figure in (accept.observed, own):
+        assert low * 0.98 <= figure <= high * 1.02

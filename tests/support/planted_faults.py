@@ -41,6 +41,8 @@ from tests.support.plant_edits import (
 )
 from tests.support.planted import Planted, copy_checkpoint
 
+EMBEDDING = "embed_tokens.weight"
+
 HEALTHY = [
     Planted("healthy", None, None),
     Planted("position-offset", None, None, serve={"shift": 1}),
@@ -237,6 +239,12 @@ def faults() -> list[Planted]:
             config=put("draft_vocab_size", value=None),
             serve_tensors=embedding_head(320),
             serve={"d2t": np.zeros(320, dtype=np.int64)},
+        ),
+        Planted(
+            "embedding-of-nobody",
+            "weights-differ",
+            "embed",
+            serve_tensors=lambda held: held.update({EMBEDDING: held[EMBEDDING] * 1.25}),
         ),
         Planted(
             "embedding-replaced",

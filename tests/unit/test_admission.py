@@ -49,8 +49,13 @@ def test_a_request_is_taken_once() -> None:
     assert take(Admission(requests=5), "a", "a").ids == {"a": 0}
 
 
-def test_probes_of_the_server_itself_are_not_taken() -> None:
-    assert not take(Admission(requests=5), "HEALTH_CHECK_17").ids
+def test_probes_of_the_server_itself_are_told_apart() -> None:
+    from types import SimpleNamespace
+
+    from eagle_trace_sglang.batches import is_probe
+
+    assert is_probe(SimpleNamespace(rid="HEALTH_CHECK_17"))
+    assert not any(is_probe(SimpleNamespace(rid=rid)) for rid in ("mine", 7, None, ["HEALTH_CHECK"]))
 
 
 def test_ids_are_chosen_by_pattern() -> None:

@@ -24,7 +24,7 @@ def ints(*values: int) -> np.ndarray:
 def prefill(rids: list[str], lengths: list[int], start: int = 0) -> DraftCall:
     positions = np.concatenate([np.arange(start, start + n) for n in lengths])
     return DraftCall(
-        mode="EXTEND",
+        kind="extend",
         rids=rids,
         input_ids=positions + 100,
         positions=positions,
@@ -34,7 +34,7 @@ def prefill(rids: list[str], lengths: list[int], start: int = 0) -> DraftCall:
 
 
 def decode(rids: list[str], tokens: list[int], positions: list[int], seq_lens: list[int]) -> DraftCall:
-    return DraftCall("DECODE", rids, ints(*tokens), ints(*positions), ints(*seq_lens))
+    return DraftCall("step", rids, ints(*tokens), ints(*positions), ints(*seq_lens))
 
 
 def test_prefill_rows_start_at_their_own_position_and_feed_the_next_token() -> None:
@@ -60,7 +60,7 @@ def test_a_second_chunk_of_a_prompt_goes_on_where_the_first_ended() -> None:
 
 def test_only_accepted_rows_of_the_extend_after_verify_are_data() -> None:
     call = DraftCall(
-        "DRAFT_EXTEND_V2",
+        "extend",
         ["a", "b"],
         ints(11, 12, 0, 0, 21, 0, 0, 0),
         ints(5, 6, 7, 8, 9, 10, 11, 12),
@@ -126,7 +126,7 @@ def test_lengths_that_a_forward_has_otherwise_than_the_round_are_noted_and_not_b
     tracker = tracking({"a": 0})
     tracker.rows(prefill(["a"], [5]), 0)
     tracker.close_round("a", 4, [1, 2, 3])
-    call = DraftCall("DRAFT_EXTEND_V2", ["a"], ints(2, 3, 0, 0), ints(5, 6, 7, 8), ints(11), ints(4), ints(1))
+    call = DraftCall("extend", ["a"], ints(2, 3, 0, 0), ints(5, 6, 7, 8), ints(11), ints(4), ints(1))
     rows, _ = tracker.rows(call, 1)
     assert rows.root.tolist() == [5, 6]
     assert tracker.rows(decode(["a"], [8], [7], [9]), 2)[0].root.tolist() == [6]
@@ -139,7 +139,7 @@ def test_committed_tokens_go_past_the_answer_and_are_those_of_the_target() -> No
     prompt = [99, 100, 101]
     assert tracker.committed("a", prompt, []) == [*prompt, 102], "nothing but what was fed says what came next"
     tracker.close_round("a", 2, [55, 7, 8])
-    call = DraftCall("DRAFT_EXTEND_V2", ["a"], ints(1, 2, 0, 0), ints(3, 4, 5, 6), ints(7), ints(4), ints(2))
+    call = DraftCall("extend", ["a"], ints(1, 2, 0, 0), ints(3, 4, 5, 6), ints(7), ints(4), ints(2))
     tracker.rows(call, 1)
     assert tracker.committed("a", prompt, []) == [*prompt, 55, 7, 8]
     assert tracker.committed("a", prompt, [55, 7]) == [*prompt, 55, 7, 8]
@@ -157,12 +157,12 @@ def a_session(topk: int, rng: np.random.Generator) -> Iterator[tuple[DraftCall, 
     # the prompts come in two chunks
     first = lengths // 2
     for done, upto in ((0 * lengths, first), (first, lengths)):
-        yield extend("EXTEND", rids, done, upto - done), nothing
+        yield extend(rids, done, upto - done), nothing
     for _ in range(3):
         for step in range(1, 4):
             parents = rng.integers(0, topk, (3, topk)) if topk > 1 and step > 1 else None
             drafted = rng.integers(0, 1000, 3 * topk)
-            call = DraftCall("DECODE", rids, drafted, np.repeat(lengths + step - 1, topk), lengths)
+            call = DraftCall("step", rids, drafted, np.repeat(lengths + step - 1, topk), lengths)
             yield call, lambda tracker, parents=parents, drafted=drafted: tracker.select_branches(parents, drafted)
         accepted = rng.integers(1, 4, 3)
 
@@ -171,13 +171,13 @@ def a_session(topk: int, rng: np.random.Generator) -> Iterator[tuple[DraftCall, 
                 if rid in tracker:
                     tracker.close_round(rid, int(length) - 1, list(range(int(count) + 1)))
 
-        yield extend("DRAFT_EXTEND_V2", rids, lengths, np.full(3, 4), accepted), verified
+        yield extend(rids, lengths, np.full(3, 4), accepted), verified
         lengths = lengths + accepted
 
 
-def extend(mode: str, rids: list[str], done: np.ndarray, rows: np.ndarray, accepted: Any = None) -> DraftCall:
+def extend(rids: list[str], done: np.ndarray, rows: np.ndarray, accepted: Any = None) -> DraftCall:
     positions = np.concatenate([np.arange(start, start + n) for start, n in zip(done, rows, strict=True)])
-    return DraftCall(mode, rids, positions + 100, positions, done + rows, rows, accepted)
+    return DraftCall("extend", rids, positions + 100, positions, done + rows, rows, accepted)
 
 
 def wrong(call: DraftCall, rng: np.random.Generator) -> DraftCall:
@@ -227,7 +227,7 @@ def test_no_bookkeeping_of_a_forward_ends_a_recording(seed: int) -> None:
         rows, index = tracker.rows(replace(wrong(call, rng), **odd), number)
         assert (rows.root >= 0).all()
         assert ((index >= 0) & (index < len(call.input_ids))).all()
-        keys = [key for key in zip(rows.prompt_id.tolist(), rows.root.tolist(), strict=True) if call.mode != "DECODE"]
+        keys = [key for key in zip(rows.prompt_id.tolist(), rows.root.tolist(), strict=True) if call.kind != "step"]
         assert not seen.intersection(keys)
         seen.update(keys)
 

@@ -15,8 +15,9 @@ from eagle_trace.recording.hooks import Hooks
 from eagle_trace.writer import TraceWriter, prepare_output
 from eagle_trace_serving.admission import Admission
 from eagle_trace_serving.orders import Order
+from eagle_trace_serving.recording import Recording
+from eagle_trace_sglang.batches import SGLangRequest
 from eagle_trace_sglang.graphs import has_graphs, hook_graph_boundaries, run_eagerly
-from eagle_trace_sglang.recording import SGLangRecording
 
 torch = pytest.importorskip("torch")
 
@@ -83,15 +84,12 @@ def test_what_enters_and_leaves_a_kept_graph_is_recorded(tmp_path: Path) -> None
     out = tmp_path / "s.trace"
     prepare_output(out)
     order = Order(str(out), Admission(requests=2), keep_cuda_graphs=True)
-    recording = SGLangRecording(
-        order, TraceWriter(out, Manifest("serve", "values", "sglang")), lambda _site: None, WIDTH, None
-    )
+    recording = Recording(order, TraceWriter(out, Manifest("serve", "values", "sglang")), WIDTH)
     for rid in "ab":
-        recording.arrived(
-            SimpleNamespace(
-                rid=rid, origin_input_ids=[1, 2], output_ids_through_stop=[], finished_reason=None, tokenizer=None
-            )
+        one = SimpleNamespace(
+            rid=rid, origin_input_ids=[1, 2], output_ids_through_stop=[], finished_reason=None, tokenizer=None
         )
+        recording.arrived(SGLangRequest(one))
     one, batch = worker(), extend_after_verify()
     with Hooks() as hooks:
         hook_graph_boundaries(hooks, one, lambda event: event(recording))

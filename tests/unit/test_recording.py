@@ -14,7 +14,8 @@ from eagle_trace.manifest import Manifest
 from eagle_trace.writer import TraceWriter, prepare_output
 from eagle_trace_serving.admission import Admission
 from eagle_trace_serving.orders import Order
-from eagle_trace_sglang.recording import SGLangRecording
+from eagle_trace_serving.recording import Recording
+from eagle_trace_sglang.batches import SGLangRequest, batch_of
 
 torch = pytest.importorskip("torch")
 
@@ -43,18 +44,18 @@ def prefill(lengths: dict[str, int], first: int = 0) -> Any:
     )
 
 
-def record(out: Path, level: str = "values", **admission: Any) -> SGLangRecording:
+def record(out: Path, level: str = "values", **admission: Any) -> Recording:
     prepare_output(out)
     order = Order(str(out), Admission(**admission), level=level)
-    return SGLangRecording(order, TraceWriter(out, Manifest("serve", level, "sglang")), lambda _site: None, WIDTH, None)
+    return Recording(order, TraceWriter(out, Manifest("serve", level, "sglang")), WIDTH)
 
 
 def test_logits_of_a_prefill_belong_to_last_rows_also_where_there_are_as_many_as_recorded_rows(tmp_path: Path) -> None:
     recording = record(tmp_path / "s.trace", requests=2)
     for rid in ("a", "b", "other"):
-        recording.arrived(request(rid))
+        recording.arrived(SGLangRequest(request(rid)))
     batch = prefill({"a": 2, "other": 1, "b": 1})
-    recording.open_call(batch)
+    recording.open_call(batch_of(batch))
     logits = torch.arange(3 * VOCABULARY).reshape(3, -1).float()
     recording.capture("logits", logits)
     recording.close_call()
@@ -69,32 +70,16 @@ def test_logits_of_a_prefill_belong_to_last_rows_also_where_there_are_as_many_as
 
 def test_a_request_under_the_id_of_one_that_ended_is_another_one(tmp_path: Path) -> None:
     recording = record(tmp_path / "s.trace", requests=2)
-    recording.arrived(request("a"))
-    recording.open_call(prefill({"a": 3}))
+    recording.arrived(SGLangRequest(request("a")))
+    recording.open_call(batch_of(prefill({"a": 3})))
     recording.close_call()
-    recording.ended(request("a"))
+    recording.ended("a")
 
-    recording.arrived(request("a"))
-    recording.open_call(prefill({"a": 2}, first=3))
+    recording.arrived(SGLangRequest(request("a")))
+    recording.open_call(batch_of(prefill({"a": 2}, first=3)))
     recording.close_call()
     recording.seal({})
 
     trace = open_trace(tmp_path / "s.trace")
     assert trace.rows.root.tolist() == [0, 1, 2]
     assert [list(ids) for ids in trace.prompts.token_ids] == [[1, 2, 3, 12]]
-
-
-def test_a_request_with_an_image_is_passed_over_and_counted(tmp_path: Path) -> None:
-    recording = record(tmp_path / "s.trace", requests=1, match="a*")
-    for rid in ("a1", "other"):
-        seen = request(rid)
-        seen.multimodal_inputs = SimpleNamespace(mm_items=["an image"])
-        recording.arrived(seen)
-    assert not recording.counts["requests"]
-    recording.arrived(request("a2"))
-    assert recording.counts["requests"] == 1, "one that was passed over takes nobody's place"
-    recording.seal({})
-
-    manifest = open_trace(tmp_path / "s.trace").manifest
-    (left_out,) = [one for one in manifest.not_materialised if "image" in one["rows"]]
-    assert left_out["rows"].startswith("1 requests that came with an image")

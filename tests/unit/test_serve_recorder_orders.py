@@ -23,7 +23,7 @@ from eagle_trace_serving.admission import Admission
 from eagle_trace_serving.host import Facts
 from eagle_trace_serving.orders import Order
 from eagle_trace_serving.recorder import ServeRecorder
-from eagle_trace_sglang.recording import SGLangRecording
+from eagle_trace_serving.recording import Recording
 
 
 class Main:
@@ -55,8 +55,8 @@ class Draft:
     def params(self) -> list[dict[str, Any]]:
         return []
 
-    def recording(self, order: Order, writer: TraceWriter) -> SGLangRecording:
-        return SGLangRecording(order, writer, lambda _site: None, 4, None)
+    def recording(self, order: Order, writer: TraceWriter) -> Recording:
+        return Recording(order, writer, 4)
 
     def hang(self, *_: object) -> None:
         pass
@@ -148,9 +148,9 @@ def test_a_process_that_ends_seals_in_a_few_seconds_or_not_at_all(
     main.begin(1, tmp_path / "t")
     assert main.hears() == ("recording", 1)
     gate.clear()
-    recorder.arrived(
-        SimpleNamespace(rid="a", origin_input_ids=[1], output_ids_through_stop=[], finished_reason=None, tokenizer=None)
-    )
+    arrived = SimpleNamespace(rid="a", prompt_ids=[1], answer_ids=[], finish_reason=None, has_media=False)
+    arrived.text = lambda *_: ""
+    recorder.arrived(arrived)
     started = time.monotonic()
     recorder._leave()
     assert time.monotonic() - started < 2

@@ -114,6 +114,8 @@ def test_rows_that_are_fed_another_token_are_named_and_what_they_are_fed(
         ({"better": 2}, False),
         ({"predicted": 1.2, "better": 0, "worse": 9}, True),
         ({"branches": 4}, False),
+        ({"branches": 4, "predicted_range": (2.5, 2.7)}, True),
+        ({"branches": 4, "predicted_range": (2.1, 3.1)}, False),
     ],
 )
 def test_accept_lengths_far_apart_contradict_agreement_and_a_tree_is_not_held_against_a_chain(

@@ -29,7 +29,6 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 INSIDE = [
     ("", None, None),
     ("eps", "norm-eps", "layer.0.embed_norm"),
-    ("offset", "norm-offset", "layer.0.embed_norm"),
     ("theta", "rope-theta", "layer.0.attn.q_rope"),
     ("interleaved", "rope-layout", "layer.0.attn.q_rope"),
     ("qkv-heads", "qkv-order", "layer.0.attn.q"),
@@ -59,7 +58,7 @@ def faulty(folder: Path, four_prompts: Path, warm: Warm) -> Iterator[Callable[[s
 
     named = folder / "fault"
     named.write_text("")
-    request = Request(read_prompts(four_prompts), max_new_tokens=24, batch_size=1)
+    request = Request(read_prompts(four_prompts)[:2], max_new_tokens=12)
     with warm(), with_path(FAULT_SITE, **{vllm_faults.FILE: str(named)}):
         options = ServerOptions(TARGET, DRAFT, dtype="float32")
         with Server(options, host=HOST) as server:

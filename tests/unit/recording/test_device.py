@@ -22,7 +22,8 @@ from eagle_trace.sketch import reduce_on_device
 from eagle_trace.writer import TraceWriter, prepare_output
 from eagle_trace_serving.admission import Admission
 from eagle_trace_serving.orders import Order
-from eagle_trace_sglang.recording import SGLangRecording
+from eagle_trace_serving.recording import Recording
+from eagle_trace_sglang.batches import SGLangRequest, batch_of, parents_of, verified_of
 from eagle_trace_vllm.recording import Asked, Proposal, VLLMRecording
 from tests.support.stand_in import Device, moved
 
@@ -51,11 +52,11 @@ class Server:
         hot = torch.arange(VOCABULARY) * 3
         self.out, self._place = out, place
         self.writer = TraceWriter(out, Manifest("serve", level, "sglang"))
-        self.recording = SGLangRecording(order, self.writer, lambda _site: None, WIDTH, hot.numpy)
+        self.recording = Recording(order, self.writer, WIDTH, hot.numpy())
         self.lengths = {"r1": 3, "other": 2, "r2": 4}
         self.forwards = 0
         for rid in self.lengths:
-            self.recording.arrived(request(rid))
+            self.recording.arrived(SGLangRequest(request(rid)))
 
     def _run(self, mode: str, tokens: torch.Tensor, seq_lens: list[int], **more: Any) -> None:
         place, count = self._place, len(tokens)
@@ -71,7 +72,7 @@ class Server:
             extend_seq_lens_cpu=lens if mode == "EXTEND" else None,
             spec_info=SimpleNamespace(hidden_states=place(torch.randn(count, 3 * WIDTH)), **more),
         )
-        self.recording.open_call(batch)
+        self.recording.open_call(batch_of(batch))
         for site, width in (("fc.out", WIDTH), ("layer.0.attn.q", 2 * WIDTH)):
             tensor = place(torch.randn(count, width).bfloat16())
             self.recording.capture(site, tensor)
@@ -88,7 +89,7 @@ class Server:
         for step in range(2):
             drafted = torch.randint(0, VOCABULARY, (len(lens) * TOPK,))
             parents = TOPK * TOPK * max(0, step - 1) + TOPK + TOPK * torch.randint(0, TOPK, (len(lens), TOPK))
-            self.recording.chosen(place(drafted), [None, None, place(parents)], step, TOPK)
+            self.recording.chosen(place(drafted), *parents_of([None, None, place(parents)], step, TOPK))
             self._run("DECODE", drafted, lens)
         verify = SimpleNamespace(
             draft_token_num=NODES,
@@ -101,15 +102,13 @@ class Server:
             accept_lens=place(torch.tensor([1, 3, 2])),
             logits_output=SimpleNamespace(next_token_logits=place(torch.randn(len(lens) * NODES, VOCABULARY))),
         )
-        self.recording.verified(
-            result,
-            SimpleNamespace(
-                forward_mode=SimpleNamespace(is_idle=lambda: False),
-                spec_info=verify,
-                seq_lens=place(torch.tensor(lens)),
-                reqs=[request(rid) for rid in self.lengths],
-            ),
+        batch = SimpleNamespace(
+            forward_mode=SimpleNamespace(is_idle=lambda: False),
+            spec_info=verify,
+            seq_lens=place(torch.tensor(lens)),
+            reqs=[request(rid) for rid in self.lengths],
         )
+        self.recording.verified(verified_of(result, batch))
         self._run(
             "DRAFT_EXTEND_V2",
             torch.arange(len(lens) * NODES),
@@ -120,7 +119,7 @@ class Server:
 
     def seal(self) -> Trace:
         for rid in self.lengths:
-            self.recording.ended(request(rid))
+            self.recording.ended(rid)
         self.recording.seal({})
         return open_trace(self.out)
 
@@ -307,7 +306,7 @@ def proposed(out: Path, place: Place) -> Trace:
     torch.manual_seed(1)
     prepare_output(out)
     writer = TraceWriter(out, Manifest("serve", "values", "vllm"))
-    recording = VLLMRecording(Order(str(out), Admission(requests=2)), writer, lambda _site: None, WIDTH, None)
+    recording = VLLMRecording(Order(str(out), Admission(requests=2)), writer, WIDTH)
     recording.longest = 100
     sampling = SimpleNamespace(eos_token_id=0, stop_token_ids=(), min_tokens=0, max_tokens=9, stop=())
     asked = [Asked(rid, [1, 2, 3, 4], sampling, 100, computed=4) for rid in ("a", "b")]
@@ -329,7 +328,7 @@ def proposed(out: Path, place: Place) -> Trace:
         one.computed = 5
     recording.sampled("a", [5, 6], [9], [5, 6])
     for one in asked:
-        recording.ended(one)
+        recording.ended(one.rid)
     recording.seal({})
     return open_trace(out)
 

@@ -1,0 +1,25 @@
+"""The promises of the trace format, asked of the real hosts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from eagle_trace.prompts import read_prompts
+from eagle_trace.testing import conformance
+from tests.support.pairs import TARGET
+from tests.support.warm.start import Warm
+
+pytestmark = pytest.mark.integration
+
+
+def test_sglang_keeps_every_promise(deployed: Path, four_prompts: Path, tmp_path: Path, warm: Warm) -> None:
+    from eagle_trace_serving.host import ServerOptions
+    from eagle_trace_serving.requests import Request
+    from eagle_trace_serving.server import Server
+    from eagle_trace_serving.testing import Served
+
+    request = Request(read_prompts(four_prompts), max_new_tokens=24)
+    with warm(), Server(ServerOptions(TARGET, deployed, dtype="float32")) as server:
+        assert conformance(Served("sglang", server, request), tmp_path) == []
