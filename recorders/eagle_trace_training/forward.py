@@ -12,11 +12,10 @@ from eagle_trace.errors import HostError
 from eagle_trace.manifest import Manifest
 from eagle_trace.recording.forward import Forward
 from eagle_trace.recording.hooks import Hooks
+from eagle_trace.sites import ROW_SITES
 from eagle_trace_training.documents import Pack
 from eagle_trace_training.host import HungTaps, LoadedDraft
 from eagle_trace_training.numerics import DTYPES, computing_in
-
-INTEGER_SITES = ("token", "position")
 
 
 def say_seen(manifest: Manifest, tap: HungTaps) -> None:
@@ -96,7 +95,7 @@ class PackRunner:
         if step >= len(self._forwards):
             return
         forward = self._forwards[step]
-        if site in INTEGER_SITES:
+        if site in ROW_SITES:
             forward.expect(site, tensor, lambda: feeds_another(self._draft.host.name, site, step))
             return
         if site == "logits" and self._guesses and len(self._guesses[step][1]):

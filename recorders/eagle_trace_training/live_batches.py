@@ -15,13 +15,14 @@ from eagle_trace.recording.arrays import to_array
 from eagle_trace.recording.forward import Forward, Forwards, offsets_to_ids
 from eagle_trace.recording.stage import Held
 from eagle_trace.recording.wanted import Wanted
+from eagle_trace.sites import ROW_SITES
 from eagle_trace.store import Place
 from eagle_trace.streams import Part
 from eagle_trace.writer import TraceWriter
 from eagle_trace_training.batches import Batch
 from eagle_trace_training.documents import Index
 from eagle_trace_training.first_tokens import UNKNOWN, FirstTokens
-from eagle_trace_training.forward import INTEGER_SITES, feeds_another
+from eagle_trace_training.forward import feeds_another
 from eagle_trace_training.host import LiveDraft
 
 #: rows that are no data (their token is another document's, or padding) and that the loss counts all the same
@@ -152,7 +153,7 @@ class BatchTaker:
             self._enter(self._begun, step)
         if self._forward is None:
             return
-        if site in INTEGER_SITES:
+        if site in ROW_SITES:
             self._forward.expect(site, tensor, lambda: feeds_another(self._live.host.name, site, step))
             return
         if site == "fc.out":

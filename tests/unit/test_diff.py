@@ -231,3 +231,14 @@ def test_agreement_of_which_no_number_speaks_is_none(tmp_path: Path) -> None:
     result = diff(*made)
     assert result.exit_status == 2
     assert "no values were compared" in str(result.incomparable)
+
+
+def test_two_dtypes_are_said_to_be_two(tmp_path: Path) -> None:
+    prompts = make_prompts(2)
+    traces = [
+        write_trace(tmp_path / side, Side(side, dtype=dtype, noise_seed=seed), prompts)
+        for seed, (side, dtype) in enumerate((("train", "float32"), ("serve", "bfloat16")), start=1)
+    ]
+    notes = {note.name: note.text for note in diff(*traces).notes}
+    assert notes["dtypes"].startswith("training computes in float32, serving in bfloat16")
+    assert "dtypes" not in {note.name for note in diff(traces[0], traces[0]).notes}
