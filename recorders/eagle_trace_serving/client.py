@@ -84,9 +84,7 @@ def record_attached(
     try:
         if request is not None:
             _check_prompts(request, told)  # a server without keys tells only whoever records
-            settings, stopped = _answered(
-                remote, host or find_host("server", told.host, program=False), request, progress
-            )
+            settings, stopped = _answered(remote, host or _host_of(remote, told), request, progress)
         else:
             told = _wait_for_others(remote, options.get("seconds"), progress)
     except BaseException:
@@ -114,6 +112,13 @@ def _check_prompts(request: Request, told: Told) -> None:
     for prompt in request.prompts:
         if prompt.input_ids is not None:
             check_tokens(prompt.key, prompt.input_ids, told.server, request.max_new_tokens)
+
+
+def _host_of(remote: Remote, told: Told) -> ServingHost:
+    if told.host is None:
+        raise HostError(f"{remote.url} does not say what program it is: name it with --host")
+    host: ServingHost = find_host("server", told.host, program=False)
+    return host
 
 
 def _answered(

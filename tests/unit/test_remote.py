@@ -24,7 +24,7 @@ from eagle_trace_serving.remote import Remote
 from eagle_trace_serving.requests import Request
 from eagle_trace_sglang.host import HOST
 
-READY = {"state": "ready", "last": {}, "server": {}}
+READY = {"host": "sglang", "state": "ready", "last": {}, "server": {}}
 
 
 @contextmanager
@@ -171,4 +171,15 @@ def test_a_server_is_asked_as_its_program_wants_it(tmp_path: Path) -> None:
         "POST_eagle_trace_finish": (200, READY, 0),
     }
     with standing_in(**routes) as url, pytest.raises(UsageError, match="no server is called 'another'"):
+        attach(url=url, prompts=prompts(tmp_path), out=tmp_path / "s.trace")
+
+
+def test_a_server_that_does_not_say_what_it_is_must_be_named(tmp_path: Path) -> None:
+    said = {name: value for name, value in READY.items() if name != "host"}
+    routes = {
+        "GET_eagle_trace": (200, said, 0),
+        "POST_eagle_trace_start": (200, said | {"out": "/there/x.trace"}, 0),
+        "POST_eagle_trace_finish": (200, said, 0),
+    }
+    with standing_in(**routes) as url, pytest.raises(HostError, match="name it with --host"):
         attach(url=url, prompts=prompts(tmp_path), out=tmp_path / "s.trace")
