@@ -99,7 +99,7 @@ class VLLMDraft:
         """A recording of this draft."""
         config = self._runner.vllm_config.model_config
         offsets = getattr(self._model, MAP, None)
-        target_ids = offsets_to_ids(None if offsets is None else to_array(offsets))
+        target_ids = None if offsets is None else offsets_to_ids(to_array(offsets))
         recording = VLLMRecording(order, writer, int(config.get_hidden_size()), target_ids, shards(self._model))
         recording.longest = int(config.max_model_len)
         return recording
