@@ -78,7 +78,7 @@ def _contents(store: Store, *, deep: bool = False) -> list[str]:
             raise OutputExistsError(f"{store.place} is a link to nothing: choose another --out") from None
         return []
     except NotADirectoryError:
-        raise OutputExistsError(f"{store.place} exists and is no folder: choose another --out") from None
+        raise OutputExistsError(f"{store.place} exists and is not a folder: choose another --out") from None
     except OSError as error:
         raise RecordingError(f"cannot read the folder {store.place}: {reason(error)}") from error
 

@@ -16,7 +16,6 @@ from eagle_trace.cli.diff import Format, check_out, render_as, write_report
 from eagle_trace.cli.progress import Progress
 from eagle_trace.cli.record import ADMIN_KEY, API_KEY, Level
 from eagle_trace.errors import EagleTraceError, HostError, UsageError
-from eagle_trace.manifest import without_secrets
 from eagle_trace.printable import printable
 
 if TYPE_CHECKING:
@@ -140,6 +139,7 @@ def compare(
     from eagle_trace.jobs.comparison import Asked, Judged
     from eagle_trace.jobs.servers import Ask, servers_of
     from eagle_trace.jobs.workspace import open_workspace
+    from eagle_trace.manifest import without_secrets
 
     reports = [(path, _format_of(path, force=force)) for path in report or ()]
     servers = servers_of(host or (), env or (), against, {"api_key": api_key, "admin_api_key": admin_api_key})
@@ -257,6 +257,8 @@ def _again(diff: Diff) -> str:
     """What to do where no trace was kept: mend what was found, or keep the traces to look into them."""
     if diff.diagnosis is not None and diff.diagnosis.confirmed:
         return "mend it and run this again; --verbose says more, --keep DIR keeps traces"
+    from eagle_trace.manifest import without_secrets
+
     words = [word for word in without_secrets(sys.argv)[1:] if word != "--quiet"]
     at = words.index("compare") + 1 if "compare" in words else 0
     return shlex.join(["eagle-trace", *words[:at], "--keep", "compared", *words[at:]])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -221,7 +222,8 @@ def servers_of(
     """
     for host in hosts:
         find_host("server", host)
-    found: list[Server] = [Elsewhere(python) for python in environments]
+    # a bare name is looked up as a shell would
+    found: list[Server] = [Elsewhere(Path(shutil.which(python) or python)) for python in environments]
     if hosts and environments:
         raise UsageError("--host starts a server here and --env one in another environment: give one of the two")
     found += [Here(host) for host in hosts]

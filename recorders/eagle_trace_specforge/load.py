@@ -15,14 +15,16 @@ from specforge.modeling.auto import AutoDraftModel, AutoDraftModelConfig
 
 from eagle_trace.checkpoints import checkpoint_facts
 from eagle_trace.errors import CheckpointError
-from eagle_trace_specforge.published import Published, head_config, read_head
+from eagle_trace_specforge.published import head_config, read_head
 from eagle_trace_training.host import LoadedDraft, TrainingHost
 from eagle_trace_training.numerics import quiet, raise_dtype
-from eagle_trace_training.weights import first_line, target_config, target_tensor
+from eagle_trace_training.published import MAPS, Published, captured_inputs, fill_from_target
+from eagle_trace_training.weights import first_line
 
-EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
-#: buffers that a draft over the whole vocabulary does without
-MAPS = ("d2t", "t2d")
+FACTS = (
+    "model_type", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "hidden_act", "rms_norm_eps", "max_position_embeddings", "vocab_size", "draft_vocab_size",
+)  # fmt: skip
 
 
 def load_draft(host: TrainingHost, draft: Path, target: Path | None, dtype: str, device: str) -> LoadedDraft:
@@ -40,31 +42,19 @@ def load_draft(host: TrainingHost, draft: Path, target: Path | None, dtype: str,
     """
     head = read_head(draft)
     stored = set(head.state)
-    model = _build(head, draft)
-    notes = _fill_from_target(head, model, draft, target)
-    missing, unexpected = model.load_state_dict(head.state, strict=False)
-    whole = model.config.draft_vocab_size == model.config.vocab_size
-    if lost := [name for name in missing if name not in (MAPS if whole else ("t2d",))]:
-        raise CheckpointError(f"{draft} lacks {', '.join(lost)}, which SpecForge's draft needs")
-    if unexpected:
-        raise CheckpointError(f"{draft} holds {', '.join(unexpected)}, for which SpecForge's class has no place")
+    model = _build(head)
+    notes = fill_from_target(head, model, target)
+    missing = _load(model, head)
     raise_dtype(model, dtype)  # not .to(dtype), which rounds the rotary tables as well
-    config = head_config(draft)
-    layer_ids = _layer_ids(head, draft, target)
-    facts = checkpoint_facts(draft, config) | {
+    layer_ids = captured_inputs(head, target, lambda layers: [1, layers // 2 - 1, layers - 4])
+    facts = checkpoint_facts(draft, head_config(draft)) | {
         "format": "specforge",
         "layer_ids": layer_ids,
-        "missing_keys": sorted(set(missing)),
+        "missing_keys": missing,
         "dropped_keys": [],
         "translated": head.translated,
-        **{
-            name: getattr(model.config, name, None)
-            for name in (
-                "model_type", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
-                "head_dim", "hidden_act", "rms_norm_eps", "max_position_embeddings", "vocab_size", "draft_vocab_size",
-            )
-        },
-    }  # fmt: skip
+        **{name: getattr(model.config, name, None) for name in FACTS},
+    }
     return LoadedDraft(
         host,
         model.to(device).eval(),
@@ -78,46 +68,27 @@ def load_draft(host: TrainingHost, draft: Path, target: Path | None, dtype: str,
     )
 
 
-def _build(head: Published, draft: Path) -> Any:
-    """SpecForge's model of a head's config, in float32 and with its start values."""
+def _build(head: Published) -> Any:
+    """SpecForge's model of a draft's config, in float32 and with its start values."""
     with tempfile.TemporaryDirectory() as folder, quiet(), contextlib.redirect_stdout(None):
         file = Path(folder) / "config.json"
         file.write_text(json.dumps(head.config))
         try:
             return AutoDraftModel.from_config(AutoDraftModelConfig.from_file(str(file)), attention_backend="sdpa")
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise CheckpointError(f"SpecForge refuses the config of {draft}: {first_line(error)}") from error
+        except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
+            raise CheckpointError(f"SpecForge refuses the config of {head.folder}: {first_line(error)}") from error
 
 
-def _fill_from_target(head: Published, model: Any, draft: Path, target: Path | None) -> list[str]:
-    """Take the embedding, and a head over the whole vocabulary, from the target where there is none."""
-    wanted = [name for name in (EMBEDDING, HEAD) if name not in head.state]
-    if wanted and target is None:
-        raise CheckpointError(
-            f"the draft {draft} has no {' and no '.join(wanted)}: give the target that it takes them from"
-        )
-    for name in wanted:
-        assert target is not None
-        tensor = target_tensor(target, name)
-        if tensor is None and name == HEAD:
-            tensor = target_tensor(target, EMBEDDING)  # tied
-        place = model.get_parameter(name)
-        if tensor is None or tensor.shape != place.shape:
-            what = "none" if tensor is None else f"one of {list(tensor.shape)}"
-            raise CheckpointError(f"the draft {draft} needs a {name} of {list(place.shape)}; {target} has {what}")
-        head.state[name] = tensor
-    return [f"{name} is not in the draft's checkpoint: taken from the target, as servers do" for name in wanted]
-
-
-def _layer_ids(head: Published, draft: Path, target: Path | None) -> list[int] | None:
-    """Target layers by Hugging Face's numbers (the input of layer i), SpecForge's default where the draft has none."""
-    ids = head.layer_ids
-    if target is not None:
-        layers = int(target_config(target).num_hidden_layers)
-        if ids is None:
-            ids = [1, layers // 2 - 1, layers - 4]
-        if len(ids) != 3 or not all(isinstance(i, int) and 0 <= i < layers for i in ids):
-            raise CheckpointError(
-                f"the draft {draft} takes its features from layers {ids}; {target} has {layers} layers"
-            )
-    return None if ids is None else [i + 1 for i in ids]
+def _load(model: Any, head: Published) -> list[str]:
+    """Load the tensors; returns the names that are not there and need not be."""
+    try:
+        missing, unexpected = model.load_state_dict(head.state, strict=False)
+    except RuntimeError as error:
+        raise CheckpointError(f"SpecForge cannot load {head.folder}: {first_line(error)}") from error
+    # a draft over the whole vocabulary does without its maps, and no forward reads the inverse one
+    whole = model.config.draft_vocab_size == model.config.vocab_size
+    if lost := [name for name in missing if name not in (MAPS if whole else ("t2d",))]:
+        raise CheckpointError(f"{head.folder} lacks {', '.join(lost)}, which SpecForge's draft needs")
+    if unexpected:
+        raise CheckpointError(f"{head.folder} holds {', '.join(unexpected)}, for which SpecForge's class has no place")
+    return sorted(missing)

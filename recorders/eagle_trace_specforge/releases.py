@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from importlib.metadata import version
+from importlib.metadata import EntryPoint, version
 
 from eagle_trace.errors import HostError
 
 #: releases whose recording was compared with SGLang's and agreed (docs/support.md), newest first
 TESTED = ("0.2.0",)
-#: what recording replaces, wraps or looks at: (module, names in it)
+#: what recording replaces, wraps or looks at
 NEEDED = (
-    ("specforge.algorithms.eagle3.model", ("OnlineEagle3Model._acc_and_loss", "_compute_target_p_padded")),
-    ("specforge.modeling.draft.llama3_eagle", ("LlamaForCausalLMEagle3.backbone", "apply_rotary_pos_emb")),
-    ("specforge.core.eagle3_adapters", ("SdpaLikeAdapter.step_view",)),
-    ("specforge.modeling.auto", ("AutoDraftModel.from_config", "AutoDraftModelConfig.from_file")),
+    "specforge.algorithms.eagle3.model:OnlineEagle3Model._acc_and_loss",
+    "specforge.algorithms.eagle3.model:_compute_target_p_padded",
+    "specforge.core.eagle3_adapters:SdpaLikeAdapter.step_view",
+    "specforge.modeling.auto:AutoDraftModel.from_config",
+    "specforge.modeling.auto:AutoDraftModelConfig.from_file",
+    "specforge.modeling.draft.llama3_eagle:LlamaForCausalLMEagle3.backbone",
+    "specforge.modeling.draft.llama3_eagle:apply_rotary_pos_emb",
 )
 #: the forward's arguments that are given
 ARGUMENTS = ("input_ids", "attention_mask", "target", "loss_mask", "hidden_states")
@@ -32,7 +35,7 @@ def check_release() -> list[str]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that flash_attn is not there
             import specforge.modeling.draft  # noqa: F401 (registers the draft classes)
-        lacking = [f"{module}.{name}" for module, names in NEEDED for name in names if not _has(module, name)]
+        lacking = [place for place in NEEDED if not _has(place)]
         if not lacking:
             from specforge.algorithms.eagle3.model import OnlineEagle3Model
 
@@ -51,12 +54,8 @@ def check_release() -> list[str]:
     ]
 
 
-def _has(module: str, name: str) -> bool:
-    from importlib import import_module
-
-    found = import_module(module)
-    for part in name.split("."):
-        if not hasattr(found, part):
-            return False
-        found = getattr(found, part)
-    return True
+def _has(place: str) -> bool:
+    try:
+        return EntryPoint("", place, "").load() is not None
+    except AttributeError:
+        return False

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.integration
 
 ROOT = Path(__file__).parents[2]
 #: what the example in docs/gate.md records
-ASK = {"max_new_tokens": 16, "level": "sketch"}
+ASK = {"max_new_tokens": 12, "level": "sketch"}
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +87,7 @@ def test_the_steps_of_the_action_run_by_hand(
     given = {name: str(one.get("default", "")) for name, one in action["inputs"].items()}
     given |= {
         "target": str(TARGET), "trained": str(DRAFT), "deployed": str(draft), "prompts": str(four_prompts),
-        "baseline": str(golden.path), "arguments": "--max-new-tokens\n16\n--level\nsketch\n", "python": sys.executable,
+        "baseline": str(golden.path), "arguments": "--max-new-tokens\n12\n--level\nsketch\n", "python": sys.executable,
     }  # fmt: skip
     assert given.keys() == action["inputs"].keys()
     variables = {
@@ -97,7 +97,7 @@ def test_the_steps_of_the_action_run_by_hand(
     # recorded here, where a server starts in seconds; the step finds it and uses it again
     reports = tmp_path / "eagle-trace-reports"
     words = ["compare", "--target", TARGET, "--trained", DRAFT, "--deployed", draft, "--prompts", four_prompts]
-    words += ["--max-new-tokens", "16", "--level", "sketch", "--keep", reports / "traces"]
+    words += ["--max-new-tokens", "12", "--level", "sketch", "--keep", reports / "traces"]
     with warm():
         from typer.testing import CliRunner
 

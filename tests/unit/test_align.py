@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from eagle_trace.capture import Rows
 from eagle_trace_analysis import align, diff
-from eagle_trace_analysis.pairing.align import lookup, match
+from eagle_trace_analysis.pairing.align import match
+from eagle_trace_analysis.pairing.keys import lookup
 from eagle_trace_analysis.pairing.pairs import Coverage
 from tests.support.synthetic import Prompt, Side, _prompt_record, make_prompts, write_trace
 

@@ -23,9 +23,9 @@ from eagle_trace_analysis.comparison.compare import (
     WholeSite,
     compare_statistics,
     partition,
-    row_facts,
 )
 from eagle_trace_analysis.comparison.fold import Serial, fold
+from eagle_trace_analysis.comparison.worst import row_facts
 
 COUNT, WIDTH = 700, 24
 Data = tuple[np.ndarray, np.ndarray]

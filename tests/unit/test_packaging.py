@@ -14,7 +14,7 @@ import sys
 
 class NoHosts:
     def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in ("torch", "sglang", "speculators", "transformers"):
+        if name.split(".")[0] in ("torch", "sglang", "vllm", "speculators", "specforge", "transformers"):
             raise ModuleNotFoundError(f"No module named {name!r}")
 
 sys.meta_path.insert(0, NoHosts())

@@ -117,6 +117,24 @@ REFUSED = {
     "longrope": ({**CONFIG, "rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, own(), "longrope"),
     "no features": ({**CONFIG, "eagle_config": {"use_aux_hidden_state": False}}, own(), "use_aux_hidden_state"),
     "no fc": (CONFIG, {name: one for name, one in own().items() if name != "fc.weight"}, "has no fc.weight"),
+    "an eagle_config that is a list": (CONFIG | {"eagle_config": [1]}, own(), "eagle_config in the config"),
+    "ids that are words": (
+        CONFIG | {"eagle_config": {"eagle_aux_hidden_state_layer_ids": ["1"]}},
+        own(),
+        "eagle_aux_hidden_state_layer_ids in",
+    ),
+    "no hidden size": (
+        {name: one for name, one in CONFIG.items() if name != "hidden_size"},
+        own(),
+        "hidden_size in the config",
+    ),
+    "a rope that is a word": ({**CONFIG, "rope_parameters": "yarn"}, own(), "rope_parameters in the config"),
+    "projections that do not split": (
+        CONFIG,
+        own() | {"midlayer.self_attn.qkv_proj.weight": np.zeros((7, 2 * HIDDEN), ml_dtypes.bfloat16)},
+        "7 rows, which do not split 4 : 2 : 2",
+    ),
+    "a vector for fc": (CONFIG, own() | {"fc.weight": np.zeros(HIDDEN, ml_dtypes.bfloat16)}, "has no fc.weight"),
     "no weights": (CONFIG, None, "the draft's weights are missing"),
 }
 

@@ -117,7 +117,7 @@ def test_an_agreement_says_how_far_apart_the_sides_are_at_most(results: dict[str
         ("nonfinite", ["1 not finite"]),
         ("incomparable", ["no prompt in common", "prompt-0"]),
         ("tokens", ["token 0"]),
-        ("agree", ["2.00 tokens a round, bonus token included", "depth 1: 100%, 2: 0%"]),
+        ("agree", ["2.00 tokens per round, bonus token included", "depth 1: 100%, 2: 0%"]),
         ("incomparable", ["not known"]),
     ],
 )

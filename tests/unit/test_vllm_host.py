@@ -16,7 +16,7 @@ from eagle_trace.prompts import Prompt
 from eagle_trace.recording import hosts
 from eagle_trace_serving.host import Address, ServerOptions
 from eagle_trace_serving.requests import Request
-from eagle_trace_vllm import releases
+from eagle_trace_vllm import plugin, releases
 from eagle_trace_vllm.asking import answers, ask, ask_all, request_id
 from eagle_trace_vllm.deployment import launch, speculation
 from eagle_trace_vllm.host import HOST
@@ -201,3 +201,19 @@ def test_an_answer_is_cut_as_vllm_cuts_it(
 ) -> None:
     request = Asked("r", [1, 2, 3], sampling(**given), 10, sampled=sampled, ended=ended)
     assert (list(request.answer_ids), request.finish_reason) == (answer, reason)
+
+
+@pytest.mark.parametrize("error", [HostError("no vLLM here"), RuntimeError("a bug")])
+def test_nothing_that_goes_wrong_in_the_plugin_reaches_the_server(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    def fails() -> tuple[str, Path]:
+        raise error
+
+    monkeypatch.setenv("EAGLE_TRACE_OUT", str(tmp_path))
+    monkeypatch.delenv("EAGLE_TRACE_SESSION", raising=False)
+    monkeypatch.setattr("eagle_trace_vllm.arming.installed", fails)
+    plugin.load()
+    assert str(error) in caplog.text
+    # a bug keeps its traceback, a sentence has none
+    assert ("Traceback" in caplog.text) == isinstance(error, RuntimeError)

@@ -29,7 +29,6 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 INSIDE = [
     ("", None, None),
     ("eps", "norm-eps", "layer.0.embed_norm"),
-    ("offset", "norm-offset", "layer.0.embed_norm"),
     ("theta", "rope-theta", "layer.0.attn.q_rope"),
     ("interleaved", "rope-layout", "layer.0.attn.q_rope"),
     ("qkv-heads", "qkv-order", "layer.0.attn.q"),
@@ -41,10 +40,11 @@ INSIDE = [
     ("zeros", "features-degenerate", "target.hidden.1"),
     ("twice", "features-degenerate", "target.hidden.1"),
     ("features-late", "input-shift", "target.hidden.0"),
-    ("nan", "nonfinite", "layer.0.mlp.out"),
     ("positions-steps", "positions-wrong", "position"),
     ("positions-growing", "positions-wrong", "position"),
     ("draft-unmapped", "tokens-fed-wrongly", "token"),
+    # last: what is not a number stays in slots of the cache that are masked, and vLLM's attention on a CPU shows it
+    ("nan", "nonfinite", "layer.0.mlp.out"),
 ]
 
 
@@ -59,7 +59,7 @@ def faulty(folder: Path, four_prompts: Path, warm: Warm) -> Iterator[Callable[[s
 
     named = folder / "fault"
     named.write_text("")
-    request = Request(read_prompts(four_prompts), max_new_tokens=24, batch_size=1)
+    request = Request(read_prompts(four_prompts)[:2], max_new_tokens=12)
     with warm(), with_path(FAULT_SITE, **{vllm_faults.FILE: str(named)}):
         options = ServerOptions(TARGET, DRAFT, dtype="float32")
         with Server(options, host=HOST) as server:

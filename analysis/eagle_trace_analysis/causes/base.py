@@ -95,6 +95,9 @@ RECORD_VALUES = (
     "record both sides with --level values and give the checkpoints (--train-draft, --serve-draft, --target)"
 )
 
+#: why nothing is said of fc and of what enters it, and what to do first
+ONE_LAYER_FED = ("the server fed one layer only", "mend single-layer-features first and record again")
+
 
 class Hypothesis(NamedTuple):
     """A changed replay.
@@ -140,6 +143,8 @@ def counterfactual(
     faulty = [one for one in judged if one.verdict == "faulty" and not context.agrees(one.site, one.step)]
     if not faulty:
         if not judged:
+            if context.skips_fc and all(site.startswith("fc.") for site in sites):
+                return not_tested(*ONE_LAYER_FED)
             why = next(
                 (f"{one.site}: {one.reason}" for one in nodes if one.reason),
                 f"there is no {sites[0] if sites else 'such site'}",

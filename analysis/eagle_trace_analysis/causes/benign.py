@@ -39,7 +39,7 @@ def check_metric(context: Context) -> Outcome:
         (one.get("spec_accept_length"), one.get("spec_verify_ct")) for one in counts.values() if isinstance(one, dict)
     ]
     known = [(float(length), float(rounds)) for length, rounds in pairs if length is not None and rounds]
-    own = f"{observed:.2f} tokens a round with the bonus token, {observed - 1:.2f} without"
+    own = f"{observed:.2f} tokens per round with the bonus token, {observed - 1:.2f} without"
     if not known:
         return ruled_out(f"{own}; the server reported no figure of its own")
     server = float(np.average([length for length, _ in known], weights=[rounds for _, rounds in known]))

@@ -22,7 +22,7 @@ from eagle_trace_analysis.checkpoint.width import has_fc
 from eagle_trace_analysis.evidence.context import Context
 from eagle_trace_analysis.evidence.features import CLEARLY, Features, channel_error
 from eagle_trace_analysis.evidence.misplaced import misplaced
-from eagle_trace_analysis.pairing.align import lookup
+from eagle_trace_analysis.pairing.keys import lookup
 from eagle_trace_analysis.replay.inputs import rms
 
 Real = NDArray[Any]

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from math import isfinite
 
-from eagle_trace_analysis.causes.base import RECORD_VALUES, Cause, Outcome, confirmed, not_tested, ruled_out
+from eagle_trace_analysis.causes.base import (
+    ONE_LAYER_FED,
+    RECORD_VALUES,
+    Cause,
+    Outcome,
+    confirmed,
+    not_tested,
+    ruled_out,
+)
 from eagle_trace_analysis.causes.fed import layer_words
 from eagle_trace_analysis.evidence.context import Context
 from eagle_trace_analysis.evidence.features import CLEARLY, Features
@@ -30,7 +38,7 @@ def _check(context: Context, *, default: bool) -> Outcome:
     if features is None:
         return not_tested(context.no_features, RECORD_VALUES)
     if features.single:
-        return not_tested("the server fed one layer only", "mend single-layer-features first and record again")
+        return not_tested(*ONE_LAYER_FED)
     if features.healthy:
         return ruled_out(_right(context, features))
     if context.served and not default and not named:

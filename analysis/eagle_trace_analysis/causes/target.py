@@ -8,7 +8,15 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from eagle_trace_analysis.causes.base import RECORD_VALUES, Cause, Outcome, confirmed, not_tested, ruled_out
+from eagle_trace_analysis.causes.base import (
+    ONE_LAYER_FED,
+    RECORD_VALUES,
+    Cause,
+    Outcome,
+    confirmed,
+    not_tested,
+    ruled_out,
+)
 from eagle_trace_analysis.causes.embedding import own_embedding
 from eagle_trace_analysis.checkpoint.files import DTYPE_NAMES, StoredTensor, as_float32
 from eagle_trace_analysis.checkpoint.subject import Target
@@ -51,7 +59,7 @@ def check_target(context: Context) -> Outcome:
     fact, differs = _static(context)
     if features is not None and not embedded:
         if features.single:
-            return not_tested("the server fed one layer only", "mend single-layer-features first and record again")
+            return not_tested(*ONE_LAYER_FED)
         if features.healthy:
             worst = max(features.matrix[k, k] for k in range(len(features.sites)))
             agree = f"features of {len(features.sites)} layers agree (channel error {worst:.1e} at most)"

@@ -53,7 +53,7 @@ def read_trained_config(draft: Path) -> tuple[dict[str, Any], Trainer]:
 def _layers(target_config: Mapping[str, Any], target: Path) -> int:
     layers = text_config(target_config).get("num_hidden_layers")
     if type(layers) is not int:
-        raise CheckpointError(f"{target / 'config.json'} is no target's config: it has no num_hidden_layers")
+        raise CheckpointError(f"{target / 'config.json'} is not a target's config: it has no num_hidden_layers")
     return layers
 
 

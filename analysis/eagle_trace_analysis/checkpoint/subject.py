@@ -169,7 +169,7 @@ def open_target(folder: Path, engine: Engine = SGLANG) -> Target:
     config = read_config(folder)
     own = dict(text_config(config))
     if not isinstance(own.get("num_hidden_layers"), int):
-        raise CheckpointError(f"{folder / 'config.json'} is no target's config: it has no num_hidden_layers")
+        raise CheckpointError(f"{folder / 'config.json'} is not a target's config: it has no num_hidden_layers")
     # some models have a size per layer, where one number is read here of a draft
     own = {key: value for key, value in own.items() if key not in UNREAD or not isinstance(value, list)}
     _need_numbers(folder, own, engine)
@@ -238,18 +238,20 @@ def _need_numbers(folder: Path, config: Mapping[str, Any], engine: Engine) -> No
     for key in sizes:
         value = config.get(key)
         if value is not None and (type(value) is not int or value < 1):
-            raise CheckpointError(f"{path} says {key}: {value!r}, which is no size")
+            raise CheckpointError(f"{path} says {key}: {value!r}, which is not a size")
     eps = config.get("rms_norm_eps", 0.0)
     if not isinstance(eps, int | float):
-        raise CheckpointError(f"{path} says rms_norm_eps: {eps!r}, which is no number")
+        raise CheckpointError(f"{path} says rms_norm_eps: {eps!r}, which is not a number")
     for key in ("rope_parameters", "rope_scaling", "eagle_config"):
         if not isinstance(config.get(key, {}), Mapping | None):
-            raise CheckpointError(f"{path} says {key}: {config[key]!r}, which is no object")
+            raise CheckpointError(f"{path} says {key}: {config[key]!r}, which is not an object")
     if not isinstance(config.get("architectures", []), list | None):
-        raise CheckpointError(f"{path} says architectures: {config['architectures']!r}, which is no list")
+        raise CheckpointError(f"{path} says architectures: {config['architectures']!r}, which is not a list")
     ids = engine.layer_ids(config) or []
     if not isinstance(ids, list) or any(type(i) is not int for i in ids):
-        raise CheckpointError(f"{path} says eagle_aux_hidden_state_layer_ids: {ids!r}, which is no list of layer ids")
+        raise CheckpointError(
+            f"{path} says eagle_aux_hidden_state_layer_ids: {ids!r}, which is not a list of layer ids"
+        )
 
 
 def _refuse_others(checkpoint: Checkpoint, trainer: Trainer, engine: Engine) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,20 +22,30 @@ from eagle_trace_analysis.comparison.checks import (
     row_key,
     shapes_of,
 )
-from eagle_trace_analysis.comparison.compare import Compared, SiteFold, row_facts
+from eagle_trace_analysis.comparison.compare import Compared, SiteFold
 from eagle_trace_analysis.comparison.fold import Executor, Threads, fold
 from eagle_trace_analysis.comparison.frontier import find_frontier, shape_order
 from eagle_trace_analysis.comparison.metrics import ANY_NUMBERS, IdMetrics, Metrics
 from eagle_trace_analysis.comparison.params import differing, other_form
 from eagle_trace_analysis.comparison.prediction import predict
-from eagle_trace_analysis.comparison.result import Diff, Divergence, Note, SiteResult
+from eagle_trace_analysis.comparison.result import Diff, Note, SiteResult
 from eagle_trace_analysis.comparison.rowwise import RowFigures
 from eagle_trace_analysis.comparison.site import site_fold
 from eagle_trace_analysis.comparison.sketch import WORDS, widened
-from eagle_trace_analysis.comparison.tolerance import FACTOR, Tolerance, Tolerances
+from eagle_trace_analysis.comparison.tolerance import FACTOR, Tolerances
 from eagle_trace_analysis.comparison.topk import check_topk
+from eagle_trace_analysis.comparison.words import (
+    LISTED,
+    both,
+    extent,
+    numeric_divergence,
+    provenance,
+    some,
+    why_no_rows,
+)
+from eagle_trace_analysis.comparison.worst import row_facts
 from eagle_trace_analysis.pairing.align import Alignment, align, not_materialised
-from eagle_trace_analysis.pairing.pairs import Coverage, Pairs, skipped_because
+from eagle_trace_analysis.pairing.pairs import Pairs
 from eagle_trace_analysis.pairing.ranks import check_ranks
 from eagle_trace_analysis.pairing.roles import Roles, in_order
 
@@ -44,13 +53,6 @@ Results = dict[tuple[str, int], SiteResult]
 
 #: agreement must speak for at least half of what the server computed; a divergence needs no quorum
 MINIMUM_SHARE = 0.5
-_LISTED = 6
-_STATISTIC = {
-    "rho_median": "median row error",
-    "rho_max": "largest row error",
-    "channel_median": "median channel error",
-    "scale_median": "median scale of rows",
-}
 
 
 @ANY_NUMBERS
@@ -181,12 +183,12 @@ class _Comparison:
         alignment = self.alignment
         if not alignment.prompt_keys:
             train, serve = (list(trace.prompts["prompt_key"]) for trace in (self.train, self.serve))
-            return f"no prompt in common: {_both(train, serve, 'prompt keys')}{self._ended_early()}"
+            return f"no prompt in common: {both(train, serve, 'prompt keys')}{self._ended_early()}"
         if not len(alignment.rows):
-            rows = _both(_extent(self.train), _extent(self.serve), "rows")
+            rows = both(extent(self.train), extent(self.serve), "rows")
             return f"no row in common: {rows}{self._ended_early()}"
         if not set(self.shapes[0]) & set(self.shapes[1]):
-            return "no site in common: " + _both(list(self.shapes[0]), list(self.shapes[1]), "sites")
+            return "no site in common: " + both(list(self.shapes[0]), list(self.shapes[1]), "sites")
         return None
 
     def _ended_early(self) -> str:
@@ -202,7 +204,7 @@ class _Comparison:
         return (
             f"only {coverage.matched} of {comparable} comparable serve rows ({coverage.share:.0%}) "
             f"have a train row, fewer than {minimum_share:.0%}: "
-            f"{_both(_extent(self.train), _extent(self.serve), 'rows')}{self._ended_early()}. "
+            f"{both(extent(self.train), extent(self.serve), 'rows')}{self._ended_early()}. "
             f"{self._record_again()}, or lower --minimum-share"
         )
 
@@ -215,7 +217,7 @@ class _Comparison:
         """Agreement above level shapes must speak of numbers."""
         if self.level == "shapes" or any(isinstance(result.metrics, Metrics) for result in results.values()):
             return None
-        kept = _both(self.train.kept_sites, self.serve.kept_sites, "sites with values")
+        kept = both(self.train.kept_sites, self.serve.kept_sites, "sites with values")
         return f"no values were compared, though nothing else differs: {kept}. Record both sides with the same --sites"
 
     # ---- the comparison
@@ -294,7 +296,7 @@ class _Comparison:
     def _result(self, name: str, step: int, pairs: Pairs, found: Compared | None) -> SiteResult:
         coverage = pairs.coverage(step)
         if found is None:
-            return SiteResult(name, step, coverage, reason=_why_no_rows(coverage, self.roles))
+            return SiteResult(name, step, coverage, reason=why_no_rows(coverage, self.roles))
         dtypes = [one.dtype for trace in (self.train, self.serve) for one in trace.site_data(name)]
         tolerance = self.tolerances.of(name, step, dtypes)
         metrics = found.metrics
@@ -305,7 +307,7 @@ class _Comparison:
         if metrics.nonfinite_train or metrics.nonfinite_serve or exceeded:
             facts = row_facts(self.train, self.serve, name, pairs, found.worst, found.worst_rows)
             row = row_key(self.alignment, pairs, found.worst)
-            divergence = _numeric_divergence(name, step, metrics, tolerance, exceeded)
+            divergence = numeric_divergence(name, step, metrics, tolerance, exceeded)
             divergence = replace(divergence, train=facts[0], serve=facts[1], row=row)
         return SiteResult(name, step, coverage, metrics, tolerance, divergence)
 
@@ -347,6 +349,10 @@ class _Comparison:
             self.benign.append(
                 Note("tie-flips", f"{excused} rows pick another best id within the margin of the logits' error")
             )
+        computed = [trace.manifest.dtype for trace in (self.train, self.serve)]
+        if len(set(computed)) > 1 and all(computed):
+            text = f"training computes in {computed[0]}, serving in {computed[1]}: what rounding to "
+            self.notes.append(Note("dtypes", text + f"{self.tolerances.dtype} may do is no divergence"))
         if self.level == "sketch":
             self.notes.append(Note("sketch", WORDS))
         if not self.roles.usual:
@@ -361,14 +367,14 @@ class _Comparison:
             if early := trace.manifest.ended_early:
                 self.notes.append(Note("stopped", f"{trace.path}: {early}"))
             if found := check_ranks(trace):
-                more = f"; and {len(found) - _LISTED} more" if len(found) > _LISTED else ""
-                text = "; ".join(one.text for one in found[:_LISTED])
+                more = f"; and {len(found) - LISTED} more" if len(found) > LISTED else ""
+                text = "; ".join(one.text for one in found[:LISTED])
                 self.notes.append(Note("ranks", f"{trace.path}: ranks differ at {text}{more}"))
         if wrong := differing(self.train, self.serve):
-            text = f"as loaded, {_some([name for name, _, _ in wrong])} in serving are not the trained ones"
+            text = f"as loaded, {some([name for name, _, _ in wrong])} in serving are not the trained ones"
             self.notes.append(Note("parameters", text))
         if unlike := other_form(self.train, self.serve):
-            text = f"not compared with the trained ones, since they are held in another form: {_some(unlike)}"
+            text = f"not compared with the trained ones, since they are held in another form: {some(unlike)}"
             self.notes.append(Note("parameters-form", text))
         digests = {self.train.manifest.prompts_digest, self.serve.manifest.prompts_digest}
         if len(digests) > 1 and "" not in digests:
@@ -379,76 +385,7 @@ class _Comparison:
         parted = self.alignment.partings()
         if not parted:
             return
-        said = "; ".join(one.words(self.roles.reference, self.roles.other) for one in parted[:_LISTED])
-        more = f"; and {len(parted) - _LISTED} more" if len(parted) > _LISTED else ""
+        said = "; ".join(one.words(self.roles.reference, self.roles.other) for one in parted[:LISTED])
+        more = f"; and {len(parted) - LISTED} more" if len(parted) > LISTED else ""
         text = f"{len(parted)} of {len(self.alignment.prompt_keys)} answers part: {said}{more}. Up to there rows are "
         self.notes.append(Note("answers-part", text + "compared; what follows a parting is not, and is no divergence"))
-
-
-def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
-    return ", ".join(names[:_LISTED]) + more
-
-
-def _numeric_divergence(
-    site: str, step: int, metrics: Metrics, tolerance: Tolerance, exceeded: Sequence[str]
-) -> Divergence:
-    """The divergence of a site by its numbers; non-finite elements come before sizes."""
-    if metrics.nonfinite_train or metrics.nonfinite_serve:
-        counts = f"{metrics.nonfinite_train} elements in training, {metrics.nonfinite_serve} in serving"
-        return Divergence(site, step, "nonfinite", f"not finite: {counts}", {}, {})
-    name = exceeded[0]
-    value, allowed = getattr(metrics, name), tolerance.allowed[name]
-    why = f"{_STATISTIC[name]} {value:.2e}, {allowed:.2e} allowed"
-    if name == "scale_median":
-        why = f"serve is {value:.4g} x train, {1 - allowed:.4g} to {1 + allowed:.4g} allowed"
-    elif metrics.scale_median is not None and abs(metrics.scale_median - 1) > allowed:
-        why += f"; serve is {metrics.scale_median:.4g} x train"
-    return Divergence(site, step, "values", why, {}, {}, statistic=name, value=value, allowed=allowed)
-
-
-def _why_no_rows(coverage: Coverage, roles: Roles) -> str:
-    if not coverage.train_rows or not coverage.serve_rows:
-        return f"rows on the {'serve' if coverage.serve_rows else 'train'} side only"
-    reasons = list(coverage.skipped_serve or coverage.skipped_train)
-    if reasons and not coverage.unmatched_serve:
-        return skipped_because(reasons[0], roles)
-    return "both sides have rows, none in common"
-
-
-def _both(train: Sequence[Any], serve: Sequence[Any], what: str) -> str:
-    def some(names: Sequence[Any]) -> str:
-        listed = ", ".join(str(name) for name in names[:_LISTED])
-        return (listed or "none") + (f", ... ({len(names)})" if len(names) > _LISTED else "")
-
-    return f"{what} are [{some(train)}] in training and [{some(serve)}] in serving"
-
-
-def _extent(trace: Trace) -> list[str]:
-    """What rows a trace has, in a few words."""
-    rows = trace.rows
-    if not len(rows):
-        return []
-    return [
-        f"{len(rows)} rows, {len(np.unique(rows.prompt_id))} prompts, "
-        f"roots {rows.root.min()} to {rows.root.max()}, "
-        f"steps {rows.step.min()} to {rows.step.max()}"
-    ]
-
-
-def provenance(trace: Trace) -> dict[str, Any]:
-    """What made a trace, as far as a report needs it."""
-    manifest = trace.manifest
-    names = (
-        "side",
-        "level",
-        "host",
-        "packages",
-        "dtype",
-        "device",
-        "created",
-        "prompts_digest",
-        "changes",
-        "warnings",
-    )
-    return {"path": str(trace.path), "sealed": trace.sealed} | {name: getattr(manifest, name) for name in names}

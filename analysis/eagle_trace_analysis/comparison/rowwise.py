@@ -17,7 +17,8 @@ from eagle_trace_analysis.comparison.compare import Compared
 from eagle_trace_analysis.comparison.fold import Serial, fold
 from eagle_trace_analysis.comparison.result import Diff
 from eagle_trace_analysis.comparison.site import site_fold
-from eagle_trace_analysis.pairing.align import Alignment, align, lookup, topk_starts
+from eagle_trace_analysis.pairing.align import Alignment, align
+from eagle_trace_analysis.pairing.keys import lookup, topk_starts
 from eagle_trace_analysis.pairing.pairs import Pairs
 from eagle_trace_analysis.pairing.roles import in_order
 

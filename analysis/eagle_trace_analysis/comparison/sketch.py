@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from eagle_trace.capture import Statistics
 from eagle_trace.reader import SiteData, SketchReader
 from eagle_trace.sketch import BUCKETS, buckets, stored_dtype
-from eagle_trace_analysis.comparison.compare import CHUNK_BYTES, Compared, Part, SiteReader, statistics_of
+from eagle_trace_analysis.comparison.compare import CHUNK_BYTES, Compared, Part, SiteReader
 from eagle_trace_analysis.comparison.metrics import (
     ANY_NUMBERS,
     Metrics,
@@ -39,6 +39,7 @@ from eagle_trace_analysis.comparison.metrics import (
 )
 from eagle_trace_analysis.comparison.sums import Accumulator, Sums
 from eagle_trace_analysis.comparison.tolerance import FACTOR, SCALE, Tolerance, analytic_floor
+from eagle_trace_analysis.comparison.worst import statistics_of
 
 Float64 = NDArray[np.float64]
 Int = NDArray[np.int64]

@@ -1,4 +1,4 @@
-"""Running sums over blocks of paired rows: what streams a site of any size through a few numbers a row.
+"""Running sums over blocks of paired rows: what streams a site of any size through a few numbers per row.
 
 No sum here goes through BLAS: its order of adding changes with the processor and with the number of threads, and a
 diff must come out the same to the last bit wherever it runs.
@@ -36,7 +36,7 @@ _SMALL_POWER = 1e-16
 
 @dataclass
 class Sums:
-    """What is kept of paired rows of one site and step: some numbers a row, two a channel.
+    """What is kept of paired rows of one site and step: some numbers per row, two per channel.
 
     Attributes:
         error, power, cross: |x - y|^2, |y|^2 and <x, y> of each row, float64 [T].

@@ -12,7 +12,8 @@ from eagle_trace.reader import Trace
 from eagle_trace_analysis.comparison.checks import row_key
 from eagle_trace_analysis.comparison.metrics import IdMetrics, counted_flips
 from eagle_trace_analysis.comparison.result import Divergence, SiteResult
-from eagle_trace_analysis.pairing.align import Alignment, above, lookup, topk_keys, topk_starts
+from eagle_trace_analysis.pairing.align import Alignment
+from eagle_trace_analysis.pairing.keys import above, lookup, topk_keys, topk_starts
 
 Int = NDArray[np.int64]
 Float64 = NDArray[np.float64]

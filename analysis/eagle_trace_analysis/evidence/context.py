@@ -97,6 +97,12 @@ class Context:
         return [site for site in self.train.sites if site.startswith("target.hidden.")]
 
     @property
+    def skips_fc(self) -> bool:
+        """Whether the server left fc out, being fed another width than the training was."""
+        fused = self.divergence("fused")
+        return fused is not None and fused.kind == "shape" and "fc.out" not in self.serve.sites
+
+    @property
     def other_algorithm(self) -> str | None:
         """The server's speculative algorithm if it is not EAGLE3; it then feeds one layer and ignores head and d2t."""
         algorithm = str(self.serve.manifest.settings.get("algorithm") or "EAGLE3").rsplit(".", 1)[-1].upper()

@@ -20,7 +20,7 @@ from eagle_trace.reader import Trace
 from eagle_trace_analysis.comparison.metrics import relative_error
 from eagle_trace_analysis.comparison.result import Diff
 from eagle_trace_analysis.comparison.tolerance import ONE_ROUNDING, UNIT, shares_features
-from eagle_trace_analysis.pairing.align import lookup
+from eagle_trace_analysis.pairing.keys import lookup
 from eagle_trace_analysis.replay.recorded import Recorded
 
 Int = NDArray[np.int64]

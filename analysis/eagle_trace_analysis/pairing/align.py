@@ -11,8 +11,7 @@ milliseconds, and sites that hold the same keys share one match.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 import numpy as np
@@ -22,8 +21,9 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from eagle_trace.capture import Rows
-from eagle_trace.reader import SiteData, Trace, padded_paths, read_keys
+from eagle_trace.reader import Trace
 from eagle_trace.sites import ROW_SITES, TOPK_SITES, known_site
+from eagle_trace_analysis.pairing.keys import all_keys, first_of_each, packed, prompt_keys, same_keys, topk_keys
 from eagle_trace_analysis.pairing.pairs import CODE_OF, MATCHED, UNMATCHED, Bool, Coverage, Int, Pairs
 
 #: reasons that a row of a replayed trace cannot have: the replay was given its very tokens and chains
@@ -68,7 +68,7 @@ class Alignment:
     def __init__(self, train: Trace, serve: Trace) -> None:
         self.train = train
         self.serve = serve
-        self._numbers = {key: number for number, key in enumerate(_union(train.prompts, serve.prompts))}
+        self._numbers = {key: number for number, key in enumerate(prompt_keys(train.prompts, serve.prompts))}
         tables = train.table("prompts"), serve.table("prompts")
         self._given_train, self._given_serve = (_tokens_given(table, self._numbers) for table in tables)
         #: whether both were recorded on one side: two servers, or two trainers
@@ -101,7 +101,7 @@ class Alignment:
                 self._topk = self._match(topk_keys(self.train), topk_keys(self.serve))
             pairs = self._topk
         else:
-            pairs = self._match(_all_keys(self.train.site_data(site)), _all_keys(self.serve.site_data(site)))
+            pairs = self._match(all_keys(self.train.site_data(site)), all_keys(self.serve.site_data(site)))
         if (known := known_site(site)) is not None and known.rotated:
             pairs = pairs.without(position_offset(pairs) != 0, "position-offset")
         return pairs.excusing(
@@ -127,7 +127,7 @@ class Alignment:
 
     def _match(self, train: Rows, serve: Rows) -> Pairs:
         for known in self._known:
-            if _same_keys(known.train_keys, train) and _same_keys(known.serve_keys, serve):
+            if same_keys(known.train_keys, train) and same_keys(known.serve_keys, serve):
                 return known
         numbers_t = _renumber(train, self.train.prompts, self._numbers, 0)
         numbers_s = _renumber(serve, self.serve.prompts, self._numbers, 1)
@@ -185,10 +185,10 @@ def match(train: Rows, serve: Rows, train_prompts: Int, serve_prompts: Int) -> P
         serve_prompts: the same for the serve side, int64 [S].
     """
     count = len(train)
-    place, code = _codes(train, serve, train_prompts, serve_prompts)
+    place, code = packed(train, serve, train_prompts, serve_prompts)
     place_t, place_s, code_t, code_s = place[:count], place[count:], code[:count], code[count:]
-    fate_t, first_t = _first_of_each(train, code_t)
-    fate_s, first_s = _first_of_each(serve, code_s)
+    fate_t, first_t = first_of_each(train, code_t)
+    fate_s, first_s = first_of_each(serve, code_s)
 
     _, at_t, at_s = np.intersect1d(code_t[first_t], code_s[first_s], assume_unique=True, return_indices=True)
     pair_t, pair_s = first_t[at_t], first_s[at_s]
@@ -235,45 +235,6 @@ def _excused(trace: Trace, site: str, keys: Rows) -> Bool | None:
     return np.ones(len(keys), dtype=np.bool_)
 
 
-def lookup(keys: Rows, among: Rows) -> Int:
-    """Index of each key of one side's `keys` among others of the same side, -1 if it is not there; int64
-    [len(keys)].
-    """
-    code = _codes(keys, among, keys.prompt_id.astype(np.int64), among.prompt_id.astype(np.int64))[1]
-    wanted, known = code[: len(keys)], code[len(keys) :]
-    if not len(known):
-        return np.full(len(keys), -1, dtype=np.int64)
-    known, first = np.unique(known, return_index=True)
-    at = np.minimum(np.searchsorted(known, wanted), len(known) - 1)
-    return np.where(known[at] == wanted, first[at], -1)
-
-
-def above(keys: Rows) -> Rows:
-    """Keys of the rows one draft step above; those of step 0 stay as they are."""
-    path = keys.path.copy()
-    if path.shape[1]:
-        at = np.flatnonzero(keys.step > 0)
-        path[at, keys.step[at] - 1] = -1
-    return replace(keys, step=np.maximum(keys.step - 1, 0), path=path)
-
-
-def topk_starts(rank: NDArray[np.integer]) -> Int:
-    """Index of the first entry (rank 0) of each group of topk.parquet."""
-    return np.flatnonzero(rank == 0)
-
-
-def _first_of_each(rows: Rows, code: Int) -> tuple[NDArray[np.int8], Int]:
-    """Fate of each row so far, and the rows that stand for their key: the first of each, other branches left
-    out.
-    """
-    fate = np.full(len(rows), CODE_OF["other-branch"], dtype=np.int8)
-    own = np.flatnonzero(rows.own_path)
-    fate[own] = CODE_OF["recomputed"]
-    first = own[np.unique(code[own], return_index=True)[1]]
-    fate[first] = UNMATCHED
-    return fate, first
-
-
 def _explain(
     fate: NDArray[np.int8], rows: Rows, code: Int, place: Int, other: Rows, other_code: Int, other_place: Int
 ) -> None:
@@ -286,52 +247,6 @@ def _explain(
         fate[alone[np.isin(code[alone], other_code[branches])]] = CODE_OF["other-branch"]
         alone = alone[fate[alone] == UNMATCHED]
     fate[alone[np.isin(place[alone], other_place)]] = CODE_OF["other-tokens"]
-
-
-def _codes(train: Rows, serve: Rows, train_prompts: Int, serve_prompts: Int) -> tuple[Int, Int]:
-    """One integer a row for (prompt, root, step), and one for the whole key; rows of train, then rows of
-    serve.
-    """
-    both = [
-        np.concatenate([train_prompts, serve_prompts]),
-        np.concatenate([train.root, serve.root]).astype(np.int64),
-        np.concatenate([train.step, serve.step]).astype(np.int64),
-    ]
-    place = _pack(both)
-    deep = np.flatnonzero(both[2] > 0)
-    if not deep.size:
-        return place, place
-    width = max(train.path.shape[1], serve.path.shape[1])
-    path = np.full((len(place), width), -1, dtype=np.int64)
-    path[: len(train), : train.path.shape[1]] = train.path
-    path[len(train) :, : serve.path.shape[1]] = serve.path
-    path[np.arange(width)[None, :] >= both[2][:, None]] = -1
-    below = np.zeros(len(place), dtype=np.int64)
-    below[deep] = _pack(list(path[deep].T)) + 1
-    return place, _pack([place, below])
-
-
-def _pack(columns: Sequence[Int]) -> Int:
-    """One integer a row, equal exactly where all columns are equal: mixed radix, renumbered before it would
-    overflow.
-    """
-    packed = np.zeros(len(columns[0]), dtype=np.int64)
-    size = 1
-    for column in columns:
-        if not len(column):
-            break
-        low = int(column.min())
-        span = int(column.max()) - low + 1
-        if size * span >= 1 << 62:
-            packed = np.unique(packed, return_inverse=True)[1].astype(np.int64)
-            size = int(packed.max()) + 1
-        packed = packed * span + (column - low)
-        size *= span
-    return packed
-
-
-def _union(train: pd.DataFrame, serve: pd.DataFrame) -> list[str]:
-    return list(dict.fromkeys([*train["prompt_key"], *serve["prompt_key"]]))
 
 
 def _tokens_given(prompts: pa.Table, numbers: dict[str, int]) -> Int:
@@ -393,43 +308,3 @@ def _renumber(rows: Rows, prompts: pd.DataFrame, numbers: dict[str, int], side: 
     ids, inverse = np.unique(rows.prompt_id, return_inverse=True)
     mapped = [known.get(int(prompt), len(numbers) + 2 * k + side) for k, prompt in enumerate(ids)]
     return np.array(mapped, dtype=np.int64)[inverse]
-
-
-def _all_keys(data: list[SiteData]) -> Rows:
-    return Rows.concatenate([read_keys(one) for one in data]) if data else _no_rows()
-
-
-def _no_rows() -> Rows:
-    return Rows.build(prompt_id=[], root=[], step=[], token_id=[], position=[], call_id=0)
-
-
-def topk_keys(trace: Trace) -> Rows:
-    """Keys of the groups of topk.parquet, one row a group; whether a row saw its own path only is looked up
-    in `rows`.
-    """
-    table = trace.table("topk").select(["prompt_id", "root", "step", "path", "rank"])
-    first = topk_starts(table.column("rank").to_numpy())
-    if not first.size:
-        return _no_rows()
-    table = table.take(first)
-    columns = {name: table.column(name).to_numpy() for name in ("prompt_id", "root", "step")}
-    nothing = np.zeros(len(first), dtype=np.int32)
-    keys = Rows(
-        **columns,
-        path=padded_paths(table.column("path")),
-        own_path=np.ones(len(first), dtype=np.bool_),
-        **dict.fromkeys(("round", "call_id", "token_id", "position"), nothing),
-    )
-    rows = trace.rows
-    if rows.own_path.all():
-        return keys
-    code = _codes(keys, rows, keys.prompt_id.astype(np.int64), rows.prompt_id.astype(np.int64))[1]
-    own = np.isin(code[: len(keys)], code[len(keys) :][rows.own_path])
-    return replace(keys, own_path=own | ~np.isin(code[: len(keys)], code[len(keys) :]))
-
-
-def _same_keys(a: Rows, b: Rows) -> bool:
-    if a is b:
-        return True
-    names = ("root", "step", "prompt_id", "position", "own_path", "path")
-    return len(a) == len(b) and all(np.array_equal(getattr(a, name), getattr(b, name)) for name in names)

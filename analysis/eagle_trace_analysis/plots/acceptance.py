@@ -60,7 +60,7 @@ def accept_length(diff: Diff, *, serve: Trace | None = None) -> Any:
             "tickvals": [0, 25, 50, 75, 100],
         },
         xaxis2={
-            "title": {"text": "accept length by prompt (tokens a round)"},
+            "title": {"text": "accept length by prompt (tokens per round)"},
             "rangemode": "tozero",
             "domain": [0.62, 1],
             "anchor": "y2",
@@ -109,7 +109,7 @@ def _add_prompts(made: Any, diff: Diff, names: dict[str, str]) -> None:
             mode="markers",
             marker={"color": style.SERVE, "size": 10, "line": {"color": style.INK, "width": 0.6}},
             showlegend=False,
-            hovertemplate="%{y}: %{x:.2f} tokens a round<extra></extra>",
+            hovertemplate="%{y}: %{x:.2f} tokens per round<extra></extra>",
         )
     )
     if diff.accept_length.observed is not None:

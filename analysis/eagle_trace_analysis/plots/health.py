@@ -34,7 +34,7 @@ def weights(diff: Diff, *, train: Trace | None = None, serve: Trace | None = Non
         train, serve: the traces, if they are no longer where the diff found them.
 
     Returns:
-        A plotly figure: one line a parameter (speculators' names), L2 norm on a log axis, shape and colour say what
+        A plotly figure: one line per parameter (speculators' names), L2 norm on a log axis, shape and colour say what
         became of it.
     """
     go = style.graph_objects()

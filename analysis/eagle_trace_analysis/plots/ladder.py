@@ -19,7 +19,7 @@ _EXPECTED = 1e-7
 
 
 def ladder(diff: Diff, statistic: str = "rho_max") -> Any:
-    """Error of every site in forward order, one line a step, over the tolerance band; the first divergence is marked.
+    """Error of every site in forward order, one line per step, over the tolerance band; the first divergence is marked.
 
     Args:
         diff: a finished diff.

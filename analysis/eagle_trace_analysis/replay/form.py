@@ -52,7 +52,7 @@ class Rope:
         return place * frequency, found[1]
 
     def frequencies(self, head_dim: int) -> tuple[Float64, float] | None:
-        """Angles a position [rotated / 2] and the factor on cos and sin; None for a kind not known here.
+        """Angles per position [rotated / 2] and the factor on cos and sin; None for a kind not known here.
 
         Formulas as in transformers' `modeling_rope_utils`.
         """

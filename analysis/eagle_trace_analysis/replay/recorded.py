@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from eagle_trace.capture import Rows, to_float32
 from eagle_trace.reader import SiteData, Trace, ValueReader, read_keys
-from eagle_trace_analysis.pairing.align import above, lookup
+from eagle_trace_analysis.pairing.keys import above, lookup
 
 Int = NDArray[np.int64]
 Bool = NDArray[np.bool_]

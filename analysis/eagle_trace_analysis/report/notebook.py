@@ -31,7 +31,7 @@ def diff_html(diff: Diff) -> str:
         "rows": f"{diff.coverage.matched} matched ({diff.coverage.share:.0%} of the comparable serve rows)",
         "accept length": "not known"
         if accept.observed is None
-        else f"{accept.observed:.2f} tokens a round, bonus included",
+        else f"{accept.observed:.2f} tokens per round, bonus included",
         "tolerance": sections.e(diff.tolerance),
     }
     confirmed = [cause for cause in causes_of(diff) if cause.verdict == CONFIRMED]

@@ -88,12 +88,25 @@ def header(diff: Diff, version: str) -> str:
 <p class="kicker">{kicker}</p>
 <h1><span class="badge verdict">{e(diff.verdict)}</span>{headline(diff)}</h1>
 <p class="lead">{lead(diff)}</p>
+{_gate(diff)}
 {"".join(_cause(cause) for cause in confirmed)}
 <p class="what">The same draft model ran twice on the same tokens: {ran}.
 Each square is one point of its forward pass, compared row by row.</p>
 {_forward(diff)}
 <div class="cards">{cards}</div>
 </div></header>"""
+
+
+def _gate(diff: Diff) -> str:
+    """What was asked beyond agreement, and everything that fails it; nothing if nothing was."""
+    gate = diff.gate
+    if gate is None:
+        return ""
+    if gate.failures:
+        failed = "".join(f"<li>{e(one.text)}</li>" for one in gate.failures)
+        return f"<p class='what'>The gate fails:</p><ul class='what'>{failed}</ul>"
+    words = f"The gate cannot be judged: {gate.unknown}." if gate.unknown is not None else "The gate passes."
+    return f"<p class='what'>{e(words)}</p>"
 
 
 def _cards(diff: Diff) -> Iterable[tuple[str, str]]:

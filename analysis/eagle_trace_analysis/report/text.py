@@ -25,7 +25,7 @@ from eagle_trace_analysis.report.verdicts import print_confirmed, print_rest, re
 WIDTH = 80
 #: rows of the table of sites where not everything was asked for
 SHORT = 6
-#: notes that change nothing for whoever reads the verdict
+#: notes that change nothing for the reader of the verdict
 _QUIET = ("no-checksums", "sketch", "parameters-form")
 
 
@@ -306,10 +306,11 @@ def _accept_length(accept: AcceptLength) -> list[str]:
         return ["not known: the serve trace holds no verify rounds"]
     if accept.reference is not None:
         return [
-            f"{accept.observed:.2f} tokens a round in serving, {accept.reference:.2f} in training, bonus token included"
+            f"{accept.observed:.2f} tokens per round in serving, {accept.reference:.2f} in training, bonus token "
+            "included"
         ]
     depths = ", ".join(f"{depth}: {share:.0%}" for depth, share in enumerate(accept.by_depth, start=1))
-    lines = [f"{accept.observed:.2f} tokens a round, bonus token included ({accept.rounds} rounds)"]
+    lines = [f"{accept.observed:.2f} tokens per round, bonus token included ({accept.rounds} rounds)"]
     lines += [f"accepted by depth {depths}"] if depths else []
     if accept.predicted is None:
         return lines

@@ -209,7 +209,7 @@ def _sizes(config: Mapping[str, Any]) -> Iterator[Refusal]:
     for key in (*SIZES[:7], "max_position_embeddings"):
         value = config.get(key)
         if type(value) is int and value < 1:
-            yield Refusal(key, f"{key} is {value}, which is no size", f"set {key} as it was trained")
+            yield Refusal(key, f"{key} is {value}, which is not a size", f"set {key} as it was trained")
     for key, null in (("draft_vocab_size", True), ("target_hidden_size", False), ("num_aux_hidden_states", True)):
         value = config.get(key)
         if key not in config or (value is None and null) or (type(value) is int and value > 0):
@@ -273,7 +273,7 @@ def _layer_ids(ids: Any) -> Iterator[Refusal]:
     ):
         yield Refusal(
             "eagle_config.eagle_aux_hidden_state_layer_ids",
-            f"eagle_aux_hidden_state_layer_ids is {shown(ids)}, which is no list of layer ids",
+            f"eagle_aux_hidden_state_layer_ids is {shown(ids)}, which is not a list of layer ids",
             "write the ids as a list of integers",
         )
 

@@ -26,7 +26,7 @@ def rope_refusals(config: Mapping[str, Any]) -> Iterator[Refusal]:
     if not is_number(factor) or factor < 0:
         yield Refusal(
             "partial_rotary_factor",
-            f"partial_rotary_factor is {shown(factor)}, which is no share of a head",
+            f"partial_rotary_factor is {shown(factor)}, which is not a share of a head",
             "remove partial_rotary_factor, or set it as trained",
         )
     for key, bad in (("rope_is_neox_style", list | dict), ("original_max_position_embeddings", dict)):
