@@ -36,12 +36,15 @@ class Shard:
     count: int
 
 
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
 def dtype_name(array: Array) -> str:
     """The on-disk name of an array's dtype; raises TypeError for a dtype no trace can hold."""
-    for name, dtype in DTYPES.items():
-        if array.dtype == dtype:
-            return name
-    raise TypeError(f"a trace holds {', '.join(DTYPES)}, not {array.dtype}")
+    try:
+        return _NAMES[array.dtype]
+    except KeyError:
+        raise TypeError(f"a trace holds {', '.join(DTYPES)}, not {array.dtype}") from None
 
 
 @dataclass(frozen=True)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Generic, TypeVar
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import numpy as np
 import pyarrow as pa
 
 from eagle_trace.capture import DTYPES, Array, Rows, Shard, dtype_name, row_statistics
 from eagle_trace.sketch import Reduced, buckets, reduce_rows, stored_dtype
+
+if TYPE_CHECKING:
+    from eagle_trace.parts import PartStream
 
 #: bytes of rows that are reduced together: many small batches would cost more in calls than in arithmetic
 REDUCE_BYTES = 512 << 10
@@ -71,44 +74,58 @@ def kept_bytes(values: Array | Reduced, level: str, shard: Shard | None = None) 
     return values.nbytes if level == "values" else len(values) * row_bytes(*kind_of(values), level, shard)
 
 
-class Gather:
-    """Collects rows of one site, dtype and width until it is worth reducing them.
+class SiteStream:
+    """Rows of one site, dtype and width on their way to the site's parts.
+
+    At level ``values`` they go there as they come; below it they are collected until it is worth reducing them.
 
     Args:
-        level: of the trace; at ``values`` nothing is held back.
+        level: of the trace.
         shard: which part of the site's rows they are, if not all.
         join: `Rows.concatenate`.
+        parts: takes (rows, what is kept of them) and their size in bytes.
     """
 
     def __init__(
-        self, level: str, shard: Shard | None = None, join: Callable[[Sequence[Rows]], Rows] = Rows.concatenate
+        self, level: str, shard: Shard | None, join: Callable[[Sequence[Rows]], Rows], parts: PartStream
     ) -> None:
         self._level = level
         self._shard = shard
         self._join = join
+        self._parts = parts
         self._rows: list[Rows] = []
         self._values: list[Array] = []
         self._bytes = 0
 
-    def add(self, rows: Rows, values: Array | Reduced) -> Iterator[tuple[Kept, int]]:
-        """Take rows, and give what is ready to be written, in order, with what it will take in bytes."""
-        if self._level == "values" or isinstance(values, Reduced):
-            yield from self.drain()
-            yield (rows, values), kept_bytes(values, self._level, self._shard)
-            return
-        self._rows.append(rows)
-        self._values.append(values)
-        self._bytes += values.nbytes
-        if self._bytes >= REDUCE_BYTES:
-            yield from self.drain()
+    def add(self, rows: Rows, values: Array | Reduced) -> None:
+        """Take rows, in order."""
+        if self._level == "values":
+            self._parts.add((rows, values), values.nbytes)
+        elif isinstance(values, Reduced):
+            self._drain()
+            self._parts.add((rows, values), kept_bytes(values, self._level, self._shard))
+        else:
+            self._rows.append(rows)
+            self._values.append(values)
+            self._bytes += values.nbytes
+            if self._bytes >= REDUCE_BYTES:
+                self._drain()
 
-    def drain(self) -> Iterator[tuple[Kept, int]]:
-        """Give what is left."""
+    def _drain(self) -> None:
         if self._rows:
             rows, values = self._join(self._rows), _joined(self._values)
             self._rows, self._values, self._bytes = [], [], 0
             reduced = reduce_rows(values, dtype_name(values), sketched=self._level == "sketch", shard=self._shard)
-            yield (rows, reduced), kept_bytes(reduced, self._level, self._shard)
+            self._parts.add((rows, reduced), kept_bytes(reduced, self._level, self._shard))
+
+    def save(self) -> None:
+        """Put everything taken so far into parts that are in their place."""
+        self._drain()
+        self._parts.save()
+
+    def discard(self) -> None:
+        """Leave no unfinished part behind."""
+        self._parts.discard()
 
 
 def value_columns(schema: pa.Schema, kept: Sequence[Array | Reduced]) -> dict[str, pa.Array]:

@@ -11,7 +11,7 @@ from typing import Any
 import pyarrow as pa
 
 from eagle_trace.capture import Array, Rows, Shard
-from eagle_trace.gather import BLOBS, Gather, Kept, Memo, kind_of, value_columns
+from eagle_trace.gather import BLOBS, Kept, Memo, SiteStream, kind_of, value_columns
 from eagle_trace.manifest import Manifest
 from eagle_trace.parts import Numbers, PartStream, leaves
 from eagle_trace.schema import TABLES, value_schema
@@ -29,26 +29,6 @@ Make = Callable[[list[Any]], pa.Table]
 Part = tuple[str, Any]
 
 
-class _SiteStream:
-    """Rows of one site on their way to its parts: reduced where the level keeps no values, then written."""
-
-    def __init__(self, gather: Gather, parts: PartStream) -> None:
-        self._gather = gather
-        self._parts = parts
-
-    def add(self, rows: Rows, values: Array | Reduced) -> None:
-        for kept, size in self._gather.add(rows, values):
-            self._parts.add(kept, size)
-
-    def save(self) -> None:
-        for kept, size in self._gather.drain():
-            self._parts.add(kept, size)
-        self._parts.save()
-
-    def discard(self) -> None:
-        self._parts.discard()
-
-
 class Streams:
     """Everything that is written of one trace, by one thread.
 
@@ -62,7 +42,7 @@ class Streams:
     def __init__(self, store: Store, manifest: Manifest, first_id: int, beat: Callable[[], None]) -> None:
         self._store, self._manifest, self._first_id, self._beat = store, manifest, first_id, beat
         self._tables: dict[str, PartStream] = {}
-        self._sites: dict[tuple[str, str, int, Shard | None], _SiteStream] = {}
+        self._sites: dict[tuple[str, str, int, Shard | None], SiteStream] = {}
         self._numbers: dict[str, Numbers] = defaultdict(Numbers)
         self._last: tuple[Rows, Rows] | None = None
         # the sites of a forward have the same rows
@@ -127,7 +107,7 @@ class Streams:
             made = partial(_site_table, schema, self._keys)
             group = ROW_GROUP_BYTES if level == "values" else REDUCED_GROUP_BYTES
             parts = self._stream(f"values/site={site}", schema, made, _value_options(schema), group)
-            stream = self._sites[key] = _SiteStream(Gather(level, shard, self._join), parts)
+            stream = self._sites[key] = SiteStream(level, shard, self._join, parts)
         stream.add(self._numbered(rows), values)
 
     def _table(self, table: str, make: Make) -> PartStream:
@@ -138,7 +118,7 @@ class Streams:
             self._tables[table] = stream
         return stream
 
-    def _all(self) -> list[PartStream | _SiteStream]:
+    def _all(self) -> list[PartStream | SiteStream]:
         return [*self._tables.values(), *self._sites.values()]
 
     def _stream(self, folder: str, schema: pa.Schema, make: Make, options: dict[str, Any], group: int) -> PartStream:

@@ -39,7 +39,8 @@ def dtype_of(tensor: Any) -> str:
 
 def seen(tensor: Any) -> Array:
     """A tensor in the host's memory as an array that shares its memory."""
-    tensor = tensor.detach()
+    if tensor.requires_grad:
+        tensor = tensor.detach()
     if dtype_of(tensor) == "bfloat16":
         # numpy has no bfloat16 of its own: pass the bits through int16
         array: Array = tensor.view(library_of(tensor).int16).numpy().view(ml_dtypes.bfloat16)

@@ -36,13 +36,13 @@ def _run(folder: Path, quiet: bool, *, kept: bool) -> None:
         traces = [record_all(folder, progress, pair) for pair in (LLAMA, KIMI)]
     (healthy, broken), (kimi_healthy, kimi_broken) = (diff_all(one) for one in traces)
     typer.echo("\n── 1. A draft of a small Llama, deployed as it was trained ──\n")
-    print_diff(healthy)
+    print_diff(healthy, verbose=False)
     typer.echo("\n── 2. The same draft, but the server feeds it one target layer instead of three ──\n")
-    print_diff(broken)
+    print_diff(broken, verbose=False)
     typer.echo("\n── 3. A draft of a tiny Kimi-K2.5 (KimiK25ForConditionalGeneration), deployed as it was trained ──\n")
     print_diff(kimi_healthy, verbose=False)
     typer.echo("\n── 4. The same draft, fed one target layer: the case that this tool was born from ──\n")
-    print_diff(kimi_broken)
+    print_diff(kimi_broken, verbose=False)
     typer.echo(f"\nRecorded and diffed in {time.monotonic() - started:.0f} s.")
     if kept:
         typer.echo("Wrote " + " and ".join(f"{one.train}, {one.healthy}, {one.broken}" for one in traces))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -16,9 +15,9 @@ from numpy.typing import NDArray
 
 from eagle_trace import tensors
 from eagle_trace.capture import Array, Rows, Shard
-from eagle_trace.gather import row_bytes
 from eagle_trace.recording.best import best_ids, best_on_device
-from eagle_trace.recording.stage import Held, Stage
+from eagle_trace.recording.kinds import Kind
+from eagle_trace.recording.stage import TRANSFER_BYTES, Held, Stage
 from eagle_trace.selection import Selection
 from eagle_trace.sites import fused_slices
 from eagle_trace.sketch import Reduced, reduce_on_device, reduced_of
@@ -36,59 +35,16 @@ TOPK = 10
 BEST_SITES = ("topk.draft_id", "topk.target_id")
 
 
-@dataclass(frozen=True)
-class _Kind:
-    """Rows of one site, and what is kept of them.
-
-    Attributes:
-        site: its name.
-        level: of the trace.
-        dtype: on-disk name.
-        width: elements of a row, of this rank's part of it.
-        shard: which part that is.
-        wanted: whether anything is kept that is made of them.
-        kept: whether they are kept themselves.
-        cut: the target layers' features that are made of them.
-    """
-
-    site: str
-    level: str
-    dtype: str
-    width: int
-    shard: Shard | None
-    wanted: bool
-    kept: bool
-    cut: tuple[tuple[str, slice], ...]
-
-    @property
-    def whole_width(self) -> int:
-        """Elements of a row that all ranks have together."""
-        return self.width * (self.shard.count if self.shard else 1)
-
-    @cached_property
-    def row_bytes(self) -> int:
-        """What a row takes in the traces of all ranks together: all of them must stop before the same forward."""
-        if self.level == "shapes" or not self.kept:
-            return 0
-        return row_bytes(self.dtype, self.width, self.level, self.shard) * (self.shard.count if self.shard else 1)
-
-    @cached_property
-    def cut_bytes(self) -> int:
-        """What the target layers' features of a row take."""
-        widths = [columns.stop - columns.start for _, columns in self.cut]
-        return sum(row_bytes(self.dtype, width, self.level) for width in widths)
-
-
 @dataclass
 class _Taken:
     """What was copied of one site."""
 
     held: Held
-    kind: _Kind
+    kind: Kind
     #: they are the rows `picked`, not the forward's own choice
     picked: bool
-    #: they were reduced on their device
-    reduced: bool = False
+    #: rows of `held` that they are, where they were reduced on their device, together with others
+    reduced: slice | None = None
 
 
 @dataclass
@@ -116,7 +72,7 @@ class Forwards:
     stage: Stage = field(default_factory=Stage)
     calls: int = 0
     rows: int = 0
-    _kinds: dict[tuple[str, int, str], _Kind] = field(default_factory=dict)
+    _kinds: dict[tuple[str, int, str], Kind] = field(default_factory=dict)
 
     def open(
         self,
@@ -151,7 +107,7 @@ class Forwards:
         if not load.empty:
             self.writer.put_late(load.parts, load.nbytes + size, call=call, kept=kept)
 
-    def kind_of(self, site: str, width: int, dtype: str) -> _Kind:
+    def kind_of(self, site: str, width: int, dtype: str) -> Kind:
         """What becomes of rows of a site, which a host always computes alike."""
         key = site, width, dtype
         if key not in self._kinds:
@@ -159,7 +115,7 @@ class Forwards:
             cut = fused_slices(width, self.target_width) if site == "fused" else []
             cut = [(name, columns) for name, columns in cut if wants(name)]
             wanted = self.in_full or wants(site) or bool(cut) or (site == "logits" and self.keeps_best)
-            self._kinds[key] = _Kind(site, self.level, dtype, width, shard, wanted, wants(site), tuple(cut))
+            self._kinds[key] = Kind(site, self.level, dtype, width, shard, wanted, wants(site), tuple(cut))
         return self._kinds[key]
 
     @property
@@ -184,9 +140,9 @@ class Forwards:
         return "topk", (rows, draft_ids, target_ids, logits, logprobs)
 
 
-def offsets_to_ids(d2t: Array | None) -> Array | None:
-    """Target id of each draft id, from the offsets that a checkpoint stores; None for None."""
-    return None if d2t is None else np.arange(len(d2t)) + d2t
+def offsets_to_ids(d2t: Array) -> Array:
+    """Target id of each draft id, from the offsets that a checkpoint stores [draft vocabulary]."""
+    return np.arange(len(d2t)) + d2t
 
 
 class Forward:
@@ -220,6 +176,9 @@ class Forward:
         self._best: tuple[Held, Held, Held] | None = None
         self._best_picked = False
         self._more: list[Callable[[], Part | None]] = []
+        #: rows to be reduced on their device, by width, dtype and part
+        self._unreduced: dict[tuple[int, str, Shard | None], list[tuple[Kind, bool, Any]]] = {}
+        self._unreduced_bytes = 0
         self._kept = 0
         #: rows that are kept, as soon as that is known
         self._known: int | None = None
@@ -267,15 +226,18 @@ class Forward:
             rows_held = count if picked or self._choice is None else len(self._choice)
             self._count(kind.row_bytes + kind.cut_bytes, rows_held, picked)
             return
-        if not picked and self._choice is not None:
+        fresh = not picked and self._choice is not None
+        if fresh:
             rows = rows.index_select(0, self._beside(tensor))
         for name, columns in kind.cut:
-            self._reduce(self._all.kind_of(name, columns.stop - columns.start, kind.dtype), rows[:, columns], picked)
+            self._reduce(
+                self._all.kind_of(name, columns.stop - columns.start, kind.dtype), rows[:, columns], picked, fresh=False
+            )
         if site == "logits" and self._all.keeps_best and self._all.leads:
             ids, scores, logprobs = (self._stage.keep(one, fresh=True) for one in best_on_device(rows, TOPK))
             self._best, self._best_picked = (ids, scores, logprobs), picked
         if kind.kept:
-            self._reduce(kind, rows, picked)
+            self._reduce(kind, rows, picked, fresh=fresh)
 
     def take_features(self, tensor: Any) -> None:
         """Keep the features that the draft was given, [..., n * G]: side by side, and those of each target layer."""
@@ -325,10 +287,27 @@ class Forward:
             self._on_device = tensors.beside(np.asarray(self._choice, dtype=np.int64), tensor)
         return self._on_device
 
-    def _reduce(self, kind: _Kind, rows: Any, picked: bool) -> None:
-        table = reduce_on_device(rows, sketched=self._level == "sketch", shard=kind.shard)
-        self._taken[kind.site] = _Taken(self._stage.keep(table, fresh=True), kind, picked, reduced=True)
+    def _reduce(self, kind: Kind, rows: Any, picked: bool, *, fresh: bool) -> None:
+        """Take rows to be reduced on their device, together with those of other sites of their shape."""
+        # copied, since the host may write over them before that
+        mine = rows if fresh else rows.new_empty(rows.shape).copy_(rows)
+        self._unreduced.setdefault((kind.width, kind.dtype, kind.shard), []).append((kind, picked, mine))
+        self._unreduced_bytes += mine.numel() * mine.element_size()
         self._count(kind.row_bytes, len(rows), picked)
+        if self._unreduced_bytes >= TRANSFER_BYTES:
+            self._reduce_all()
+
+    def _reduce_all(self) -> None:
+        """Reduce what was taken: each operator is called once per shape, not once per site."""
+        waiting, self._unreduced, self._unreduced_bytes = self._unreduced, {}, 0
+        for (_, _, shard), taken in waiting.items():
+            rows = [mine for _, _, mine in taken]
+            together = rows[0] if len(rows) == 1 else tensors.library_of(rows[0]).cat(rows)
+            table = reduce_on_device(together, sketched=self._level == "sketch", shard=shard)
+            held, start = self._stage.keep(table, fresh=True), 0
+            for kind, picked, mine in taken:
+                self._taken[kind.site] = _Taken(held, kind, picked, slice(start, start + len(mine)))
+                start += len(mine)
 
     def _count(self, row_bytes: int, rows: int, picked: bool) -> None:
         if self._index is not None and self._known is not None:
@@ -353,6 +332,7 @@ class Forward:
             training: columns of `schema.TRAINING` [rows], once the rows are known.
             settle: see `Forwards.send`.
         """
+        self._reduce_all()
         known = self.tokens if self._choice is None else len(self._choice)
         known = known if self._known is None else self._known
         self._stage.later(lambda: self._parts(mode, batch_size() if callable(batch_size) else batch_size, training))
@@ -399,9 +379,12 @@ class Forward:
         return [*parts, ("record", ("calls", call | {"tokens": self.tokens, "shapes": shapes}))]
 
     def _parts_of(self, site: str, taken: _Taken, at: Rows, where: Any) -> Iterator[Part]:
-        kind, array = taken.kind, taken.held.array[where]
+        kind, array = taken.kind, taken.held.array
+        if taken.reduced is not None:
+            array = array[taken.reduced]
+        array = array[where]
         values: Array | Reduced = array
-        if taken.reduced:
+        if taken.reduced is not None:
             values = reduced_of(array, kind.dtype, kind.width, sketched=self._level == "sketch")
         else:
             for name, columns in kind.cut:
@@ -409,5 +392,5 @@ class Forward:
         if kind.kept:
             yield "values", (site, at, values, kind.shard)
         # logits are gathered, so the best ids are the same on every rank
-        if site == "logits" and not taken.reduced and self._all.keeps_best and self._all.leads:
+        if site == "logits" and taken.reduced is None and self._all.keeps_best and self._all.leads:
             yield self._all.best(at, best_ids(array, TOPK))

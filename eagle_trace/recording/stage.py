@@ -163,7 +163,6 @@ class Stage:
     def copy(self, tensor: Any, *, fresh: bool = False) -> Held:
         """A copy of a tensor, made now; `fresh` if the tensor is nobody else's, so that none is needed."""
         if tensors.accelerator_of(tensor) is None:
-            # by numpy: torch's own operators cost several times as much to call, and rows here are few and short
             array = tensors.seen(tensor)
             array = np.ascontiguousarray(array) if fresh else array.copy()
             return Held(array, None, array.nbytes)
@@ -174,7 +173,12 @@ class Stage:
 
     def keep(self, tensor: Any, *, fresh: bool = False) -> Held:
         """Copy a tensor and send it with the forward that comes next, or is going on."""
-        held = self.copy(tensor, fresh=fresh)
+        if tensors.accelerator_of(tensor) is None and not fresh:
+            # by numpy: torch's own operators cost several times as much to call, and rows here are few and short
+            array = tensors.seen(tensor).copy()
+            held = Held(array, None, array.nbytes)
+        else:
+            held = self.copy(tensor, fresh=fresh)
         self._load.add(held)
         return held
 

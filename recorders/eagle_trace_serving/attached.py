@@ -16,10 +16,11 @@ from typing import Any
 
 from eagle_trace.errors import EagleTraceError, UsageError
 from eagle_trace.patience import MAX_WAIT, parse_wait
+from eagle_trace.recording.hosts import Host
 from eagle_trace.recording.wanted import parse_wanted
 from eagle_trace.selection import parse_bytes
 from eagle_trace_serving.admission import DEFAULT_REQUESTS, Admission
-from eagle_trace_serving.control import Control, Named, next_place
+from eagle_trace_serving.control import Control, next_place
 from eagle_trace_serving.environment import OUT, OWN, PREFIX, RECORD_OTHERS
 from eagle_trace_serving.orders import Order
 
@@ -49,7 +50,7 @@ class Armed:
         control: starts and ends recordings.
     """
 
-    def __init__(self, host: Named) -> None:
+    def __init__(self, host: Host) -> None:
         try:
             order = order_of(os.environ)
         except EagleTraceError as error:
@@ -102,7 +103,7 @@ class Armed:
         self.control.close()
 
 
-def arm(host: Named) -> Armed:
+def arm(host: Host) -> Armed:
     """Arm the server that this process owns; see `Armed`."""
     global _armed
     _armed = Armed(host)

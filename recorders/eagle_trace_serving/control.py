@@ -17,13 +17,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection, wait
-from typing import Any, Protocol
+from typing import Any
 
 from eagle_trace.errors import HostError, RecordingError, UsageError
 from eagle_trace.patience import FOLDER_SECONDS, MAX_WAIT, leave_behind, within
+from eagle_trace.recording.hosts import Host
 from eagle_trace.store import as_place, join, open_store, reason
 from eagle_trace.writer import prepare_output, remove_empty
-from eagle_trace_serving.described import server_manifest
+from eagle_trace_serving.described import server_manifest, silent_recorder, told
 from eagle_trace_serving.environment import SESSION
 from eagle_trace_serving.host import Facts
 from eagle_trace_serving.orders import Order
@@ -49,13 +50,6 @@ MOST_OUTCOMES = 64
 logger = logging.getLogger(__name__)
 
 
-class Named(Protocol):
-    """What is said of a server's program (`eagle_trace.recording.hosts.Host`)."""
-
-    name: str
-    title: str
-
-
 class Control:
     """Starts and ends recordings. Every method may be called from any thread; one recording runs at a time.
 
@@ -67,7 +61,7 @@ class Control:
         max_wait: how long the server may wait for the disk in one recording, in all [s].
     """
 
-    def __init__(self, host: Named, max_wait: float = MAX_WAIT) -> None:
+    def __init__(self, host: Host, max_wait: float = MAX_WAIT) -> None:
         self._name, self._title = host.name, host.title
         self._max_wait = max_wait
         self._session = Session(SESSION)
@@ -232,7 +226,7 @@ class Control:
             "out": run.order.out if run is not None else None,
             **(self._counts(run) if run is not None else {}),
             "last": last,
-            "server": {} if facts is None else _told(facts),
+            "server": {} if facts is None else told(facts),
         }
 
     def _counts(self, run: Run) -> dict[str, int]:
@@ -387,20 +381,6 @@ class Control:
     def _wait(self, condition: Callable[[], bool], seconds: float | None) -> bool:
         with self._changed:
             return self._changed.wait_for(condition, seconds)
-
-
-def silent_recorder(title: str) -> str:
-    """Why the recorders of a server that is ready may not have reported."""
-    return (
-        f"{title} started, but its recorder did not report: the plugin `eagle_trace` was not loaded or found no draft "
-        f"worker; is speculation on, is this a supported {title}, and does {title.upper()}_PLUGINS leave it out?"
-    )
-
-
-def _told(facts: Facts) -> dict[str, Any]:
-    """What a client may know of the server."""
-    told = {name: getattr(facts, name) for name in ("target", "draft", "vocab_size", "context_length")}
-    return told | {name: facts.settings[name] for name in ("steps", "topk", "draft_tokens") if name in facts.settings}
 
 
 def _remove(place: str) -> None:

@@ -1,4 +1,4 @@
-"""What the manifest of a recorded server says, from the facts that its recorders report."""
+"""What is said of a recorded server: in a manifest, to a client, and where its recorders do not report."""
 
 from __future__ import annotations
 
@@ -40,3 +40,17 @@ def _checkpoint(path: str) -> dict[str, Any]:
         return checkpoint_facts(folder, read_config(folder))
     except CheckpointError:
         return {"path": path}
+
+
+def told(facts: Facts) -> dict[str, Any]:
+    """What a client may know of the server."""
+    told = {name: getattr(facts, name) for name in ("target", "draft", "vocab_size", "context_length")}
+    return told | {name: facts.settings[name] for name in ("steps", "topk", "draft_tokens") if name in facts.settings}
+
+
+def silent_recorder(title: str) -> str:
+    """Why the recorders of a server that is ready may not have reported."""
+    return (
+        f"{title} started, but its recorder did not report: the plugin `eagle_trace` was not loaded or found no draft "
+        f"worker; is speculation on, is this a supported {title}, and does {title.upper()}_PLUGINS leave it out?"
+    )

@@ -54,7 +54,7 @@ class Recording:
         self._requests: dict[str, ServedRequest] = {}
         self._with_media = 0
         self._forward: Forward | None = None
-        self._mode, self._batch_size = "", 0
+        self._mode, self._batch_size, self._draft_step = "", 0, 0
         #: what the draft chose for its next step: tokens, parents of the branches in a tree, and how to read those
         self._chosen: tuple[Held, Held | None, Callable[[Array], Array]] | None = None
         # rows go out and the recording is closed from different threads
@@ -147,6 +147,7 @@ class Recording:
         if batch is None or not self.is_recorded(batch.rids):
             return
         call, kind = self._forwards.calls, batch.kind
+        self._draft_step = self._draft_step + 1 if kind == "step" else 0
         kept = {name: self._keep(tensor) for name, tensor in batch.tensors.items() if tensor is not None}
         facts = cache(lambda: DraftCall(kind, batch.rids, **{name: held.array for name, held in kept.items()}))
         if kind == "step" and self._chosen is not None:
@@ -177,7 +178,9 @@ class Recording:
         return Held(tensor, None, tensor.nbytes) if isinstance(tensor, np.ndarray) else self._stage.keep(tensor)
 
     def _candidates(self, batch: Batch) -> Index | None:
-        """Rows of the requests that are recorded, by what is known without asking a device; None for all."""
+        """Rows that may be kept, by what is known without asking a device; None for all."""
+        if not self.order.selection.wants_step(self._draft_step):
+            return np.empty(0, dtype=np.intp)
         lengths = batch.lengths
         if lengths is None or len(lengths) != len(batch.rids) or sum(lengths) != batch.rows:
             return None

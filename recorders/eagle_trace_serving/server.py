@@ -23,7 +23,8 @@ from eagle_trace.recording.hosts import find_host
 from eagle_trace.selection import EVERYTHING, Selection
 from eagle_trace.store import Place
 from eagle_trace_serving.client import Question, ask_all, begun
-from eagle_trace_serving.control import ARM_SECONDS, silent_recorder
+from eagle_trace_serving.control import ARM_SECONDS
+from eagle_trace_serving.described import silent_recorder
 from eagle_trace_serving.exchange import LONGEST_SECONDS
 from eagle_trace_serving.host import ServerOptions, ServingHost
 from eagle_trace_serving.process import DEATH_SECONDS, ServerProcess

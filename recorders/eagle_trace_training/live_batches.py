@@ -132,7 +132,7 @@ class BatchTaker:
         """
         if not self._forwards.calls:
             d2t = self._live.draft.d2t
-            self._forwards.target_ids = offsets_to_ids(None if d2t is None else to_array(d2t))
+            self._forwards.target_ids = None if d2t is None else offsets_to_ids(to_array(d2t))
         self._begun, self._step, self.full = begun, -1, False
         self._stage.then(lambda: self._note_prompts(begun))
         self._enter(begun, 0)

@@ -51,7 +51,7 @@ class Session:
 
     def __post_init__(self) -> None:
         d2t = self.draft.model.d2t
-        target_ids = offsets_to_ids(None if d2t is None else to_array(d2t))
+        target_ids = None if d2t is None else offsets_to_ids(to_array(d2t))
         # every row of every site: how far rounding takes it is measured, whatever the trace keeps
         made = partial(Forwards, self.writer, self.selection, self.draft.hidden_size, target_ids, in_full=True)
         self._forwards, self._reference = made(), made()

@@ -37,11 +37,11 @@ def _when_serving(act: Any) -> None:
 
     def built(self: Any) -> Any:
         if hasattr(self.state, "args"):
-            FastAPI.build_middleware_stack = build  # type: ignore[method-assign]
+            FastAPI.build_middleware_stack = build
             act(self)
         return build(self)
 
-    FastAPI.build_middleware_stack = built  # type: ignore[method-assign]
+    FastAPI.build_middleware_stack = built
 
 
 def _serve(app: Any, armed: attached.Armed) -> None:

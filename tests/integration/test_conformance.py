@@ -8,7 +8,7 @@ import pytest
 
 from eagle_trace.prompts import read_prompts
 from eagle_trace.testing import conformance
-from tests.support.pairs import TARGET
+from tests.support.pairs import DRAFT, TARGET
 from tests.support.warm.start import Warm
 
 pytestmark = pytest.mark.integration
@@ -23,3 +23,13 @@ def test_sglang_keeps_every_promise(deployed: Path, four_prompts: Path, tmp_path
     request = Request(read_prompts(four_prompts), max_new_tokens=24)
     with warm(), Server(ServerOptions(TARGET, deployed, dtype="float32")) as server:
         assert conformance(Served("sglang", server, request), tmp_path) == []
+
+
+def test_speculators_keeps_every_promise(four_prompts: Path, tmp_path: Path) -> None:
+    from eagle_trace.recording.hosts import find_host
+    from eagle_trace_training.testing import Trained
+
+    subject = Trained(
+        find_host("trainer", "speculators"), draft=DRAFT, target=TARGET, prompts=four_prompts, device="cpu"
+    )
+    assert conformance(subject, tmp_path) == []

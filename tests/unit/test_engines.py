@@ -45,7 +45,7 @@ def test_a_trainer_has_every_name_of_the_interface(name: str) -> None:
 
 
 def test_an_engine_that_is_not_known_is_refused_by_its_name() -> None:
-    with pytest.raises(UsageError, match="no engine is called 'nonsense': the engines known here are sglang"):
+    with pytest.raises(UsageError, match="no engine is called 'nonsense': the engines known here are sglang,"):
         engine_named("nonsense")
     assert engine_of_host("sglang") is SGLANG
 
@@ -65,6 +65,7 @@ def another_engine() -> Engine:
     names = {name: getattr(sglang, name) for name in names_of(Engine)}
     return cast(Engine, SimpleNamespace(**names | {
         "NAME": "other", "TITLE": "Other", "ENGINE": "Other 1.0", "ARCHITECTURE": "Other", "OTHER_NAMES": {},
+        "ARCHITECTURES": {"Other"},
         "captured_inputs": captured, "ids_that_capture": capturing, "flat_config": flat, "gaps": lambda _: [],
         "layer_ids": lambda config: config.get("layers_by_input"),
     }))  # fmt: skip

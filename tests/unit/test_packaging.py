@@ -98,3 +98,10 @@ def test_help_loads_nothing_heavy() -> None:
     code = f"import sys; import eagle_trace.cli.main; print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_the_specforge_that_is_installed_for_the_tests_is_one_that_is_recorded() -> None:
+    releases = (ROOT / "recorders" / "eagle_trace_specforge" / "releases.py").read_text(encoding="utf-8")
+    tested = releases.split('TESTED = ("')[1].split('"')[0]
+    for file in ("Makefile", "docs/support.md", "docs/specforge.md", "recorders/eagle_trace_specforge/host.py"):
+        assert f"specforge=={tested}" in (ROOT / file).read_text(encoding="utf-8"), file

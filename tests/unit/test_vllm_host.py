@@ -20,7 +20,7 @@ from eagle_trace_vllm import plugin, releases
 from eagle_trace_vllm.asking import answers, ask, ask_all, request_id
 from eagle_trace_vllm.deployment import launch, speculation
 from eagle_trace_vllm.host import HOST
-from eagle_trace_vllm.recording import Asked, VLLMRecording
+from eagle_trace_vllm.recording import Asked
 from tests.support.pairs import DRAFT, TARGET
 
 PAIR = ServerOptions(TARGET, DRAFT, device="cpu")
@@ -199,9 +199,8 @@ def sampling(**given: Any) -> SimpleNamespace:
 def test_an_answer_is_cut_as_vllm_cuts_it(
     sampled: list[int], given: dict[str, Any], ended: bool, answer: list[int], reason: str | None
 ) -> None:
-    request = Asked("r", [1, 2, 3], sampling(**given), 10, answer=sampled, ended=ended)
-    said = VLLMRecording.exchange(SimpleNamespace(), request)  # type: ignore[arg-type]
-    assert (list(said.answer), said.finish_reason) == (answer, reason)
+    request = Asked("r", [1, 2, 3], sampling(**given), 10, sampled=sampled, ended=ended)
+    assert (list(request.answer_ids), request.finish_reason) == (answer, reason)
 
 
 @pytest.mark.parametrize("error", [HostError("no vLLM here"), RuntimeError("a bug")])

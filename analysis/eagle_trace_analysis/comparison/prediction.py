@@ -64,8 +64,8 @@ def predict(observed: AcceptLength, train: Trace, serve: Trace) -> AcceptLength:
     """
     prompts, depth = _served(serve)
     if observed.branches > 1 and (shape := tree_shape(serve)) is not None:
-        rounds = {key: Rounds(one.tokens, one.rounds) for key, one in prompts.items() if one.rounds}
-        if (predicted := predict_tree(observed, train, rounds, shape)) is not None:
+        committed = {key: Rounds(one.tokens, one.rounds) for key, one in prompts.items() if one.rounds}
+        if (predicted := predict_tree(observed, train, committed, shape)) is not None:
             return predicted
     best = _best_ids(train, {key: min(one.rounds) for key, one in prompts.items() if one.rounds})
     guesses: dict[str, dict[int, _Guess]] = {}

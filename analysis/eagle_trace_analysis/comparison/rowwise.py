@@ -128,10 +128,12 @@ class RowFigures:
 
     @classmethod
     def of(cls, diff: Diff, train: Trace | None = None, serve: Trace | None = None) -> RowFigures:
-        """Of the traces of a diff (see `open_traces`): those it kept, unless other traces are given."""
+        """Of the traces of a diff (see `open_traces`): those it kept, unless it is said to be of others."""
         kept = diff.figures
         if kept is not None and all(one is None or one in (kept.train, kept.serve) for one in (train, serve)):
-            return kept
+            said = [diff.traces[side]["path"] for side in ("train", "serve")]
+            if said == [str(kept.train.path), str(kept.serve.path)]:
+                return kept
         return cls(*open_traces(diff, train, serve))
 
     def keep(self, site: str, pairs: Pairs, steps: Iterable[Compared]) -> None:

@@ -40,9 +40,9 @@ def tree_shape(serve: Trace) -> TreeShape | None:
     """The trees of a server; None if it drafts chains, or its trace does not say."""
     settings = serve.manifest.settings
     steps, topk, tokens = (settings.get(name) for name in ("steps", "topk", "draft_tokens"))
-    if not all(type(one) is int and one > 0 for one in (steps, topk, tokens)) or topk == 1:
+    if not (isinstance(steps, int) and isinstance(topk, int) and isinstance(tokens, int)):
         return None
-    return TreeShape(int(steps), int(topk), int(tokens) - 1)
+    return TreeShape(steps, topk, tokens - 1) if steps > 0 and topk > 1 and tokens > 1 else None
 
 
 def predict_tree(

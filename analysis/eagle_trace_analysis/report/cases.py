@@ -115,8 +115,8 @@ def _of_sites(diff: Diff, place: str) -> list[Case]:
         known = worst.get(result.site)
         if known is None or _rank(result) > _rank(known):
             worst[result.site] = result
-    known = diff.gate is not None and diff.gate.baseline is not None
-    return [_of_site(result, place, known=known) for result in worst.values()]
+    tolerated = diff.gate is not None and diff.gate.baseline is not None
+    return [_of_site(result, place, known=tolerated) for result in worst.values()]
 
 
 def _of_site(result: SiteResult, place: str, *, known: bool) -> Case:

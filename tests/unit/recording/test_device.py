@@ -14,15 +14,17 @@ import torch
 from eagle_trace import open_trace
 from eagle_trace.manifest import Manifest
 from eagle_trace.reader import Trace
-from eagle_trace.recording import stage
+from eagle_trace.recording import forward, stage
 from eagle_trace.recording.best import best_ids, best_on_device
 from eagle_trace.recording.stage import Stage
 from eagle_trace.selection import Selection
+from eagle_trace.sketch import reduce_on_device
 from eagle_trace.writer import TraceWriter, prepare_output
 from eagle_trace_serving.admission import Admission
 from eagle_trace_serving.orders import Order
 from eagle_trace_serving.recording import Recording
 from eagle_trace_sglang.batches import SGLangRequest, batch_of, parents_of, verified_of
+from eagle_trace_vllm.recording import Asked, Proposal, VLLMRecording
 from tests.support.stand_in import Device, moved
 
 WIDTH, VOCABULARY, TOPK, NODES = 4, 24, 2, 3
@@ -185,6 +187,34 @@ def test_below_values_rows_are_reduced_on_the_device(device: Device, tmp_path: P
         np.testing.assert_allclose(one.mean, other.mean, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("most", [stage.TRANSFER_BYTES, 1])
+def test_sites_of_one_shape_are_reduced_together(
+    device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    shapes: list[tuple[int, ...]] = []
+
+    def reduce(rows: Any, **options: Any) -> Any:
+        shapes.append(tuple(rows.shape))
+        return reduce_on_device(rows, **options)
+
+    monkeypatch.setattr(forward, "reduce_on_device", reduce)
+    monkeypatch.setattr(forward, "TRANSFER_BYTES", most)
+    server = Server(tmp_path / "s.trace", moved, "sketch")
+    server._run("EXTEND", torch.arange(9), [3, 2, 4], lens=[3, 2, 4], picked=3)
+    trace, rows = server.seal(), 7
+    # three target layers' features of one width and dtype; a forward too large to wait is reduced as it comes
+    together = {(3 * rows, WIDTH)} if most > 1 else set()
+    apart = {(rows, 3 * WIDTH), (rows, WIDTH), (rows, 2 * WIDTH), (3, VOCABULARY)}
+    assert set(shapes) == together | apart
+    assert len(shapes) == (5 if most > 1 else 7)
+    here = Server(tmp_path / "h.trace", lambda tensor: tensor, "sketch")
+    here._run("EXTEND", torch.arange(9), [3, 2, 4], lens=[3, 2, 4], picked=3)
+    other = here.seal()
+    assert trace.sites == other.sites
+    for site in trace.sites:
+        np.testing.assert_allclose(trace.sketch(site), other.sketch(site), rtol=2e-3, atol=1e-4)
+
+
 def test_rows_of_others_stay_on_the_device(device: Device, tmp_path: Path) -> None:
     alone = Server(tmp_path / "s.trace", moved)
     alone._run("EXTEND", torch.arange(9), [3, 2, 4], lens=[3, 2, 4], picked=3)
@@ -269,3 +299,45 @@ def test_best_ids_are_the_same_on_a_device(width: int) -> None:
         np.testing.assert_array_equal(scores[1:], expected[1][1:])
         finite = np.isfinite(expected[2])
         np.testing.assert_allclose(logprobs[finite], expected[2][finite], rtol=1e-5, atol=1e-6)
+
+
+def proposed(out: Path, place: Place) -> Trace:
+    """What vLLM's drafter does for two requests: a first forward over their rows, then one more step."""
+    torch.manual_seed(1)
+    prepare_output(out)
+    writer = TraceWriter(out, Manifest("serve", "values", "vllm"))
+    recording = VLLMRecording(Order(str(out), Admission(requests=2)), writer, WIDTH)
+    recording.longest = 100
+    sampling = SimpleNamespace(eos_token_id=0, stop_token_ids=(), min_tokens=0, max_tokens=9, stop=())
+    asked = [Asked(rid, [1, 2, 3, 4], sampling, 100, computed=4) for rid in ("a", "b")]
+    for one in asked:
+        recording.arrived(one)
+    recording.sampled("a", [7], [], [])
+    recording.sampled("b", [8], [], [])
+    lengths = np.array([4, 4])
+    recording.open_proposal(Proposal(["a", "b"], ends=np.array([4, 4]), lengths=lengths, kept=lengths))
+    for rows in (8, 2):
+        features = place(torch.randn(rows, 3 * WIDTH))
+        if rows == 8:
+            recording.capture("fused", features)
+        recording.forward(place(torch.arange(rows)), place(torch.arange(rows)))
+        recording.capture("layer.0.out", place(torch.randn(rows, WIDTH)))
+        recording.capture("logits", place(torch.randn(2, VOCABULARY)))
+    recording.close_proposal()
+    for one in asked:
+        one.computed = 5
+    recording.sampled("a", [5, 6], [9], [5, 6])
+    for one in asked:
+        recording.ended(one.rid)
+    recording.seal({})
+    return open_trace(out)
+
+
+def test_a_drafter_of_vllm_goes_the_same_road(device: Device, tmp_path: Path) -> None:
+    here = proposed(tmp_path / "here.trace", lambda tensor: tensor)
+    there = proposed(tmp_path / "there.trace", moved)
+    assert device.blocking == []
+    assert len(device.transfers) == 2
+    assert len(here.rows) == 10
+    assert len(here.table("rounds")) == 1
+    assert_same(here, there)
