@@ -142,7 +142,8 @@ def main() -> int:
     print(f"| {' | '.join(titles)} |\n|{' --- |' * len(titles)}")
     from eagle_trace_serving import process
 
-    with warm_python() as python, tempfile.TemporaryDirectory(prefix="eagle-trace-targets-") as folder:
+    # no "eagle" in the name: SGLang takes a path with that and "mistral" for one in Mistral's own format
+    with warm_python() as python, tempfile.TemporaryDirectory(prefix="targets-") as folder:
         process.PYTHON = tuple(python)
         for name in names:
             print("| " + " | ".join([name, *row(name, Path(folder) / name, nullcontext)]) + " |", flush=True)
