@@ -82,7 +82,7 @@ def test_a_good_server_gives_the_trace_and_is_asked_with_its_key_and_token(good:
 
 
 def told(**facts: Any) -> Answer:
-    return says({"state": "recording", "out": PLACE, "token": TOKEN} | facts)
+    return says({"host": "sglang", "state": "recording", "out": PLACE, "token": TOKEN} | facts)
 
 
 def sealed(**facts: Any) -> Answer:
