@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from eagle_trace.demo import prompts_file
 from eagle_trace.prompts import read_prompts
 from eagle_trace.testing import conformance
 from tests.support.pairs import DRAFT, TARGET
@@ -25,11 +26,14 @@ def test_sglang_keeps_every_promise(deployed: Path, four_prompts: Path, tmp_path
         assert conformance(Served("sglang", server, request), tmp_path) == []
 
 
-def test_speculators_keeps_every_promise(four_prompts: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["speculators", "specforge"])
+def test_a_trainer_keeps_every_promise(name: str, deployed: Path, tmp_path: Path) -> None:
     from eagle_trace.recording.hosts import find_host
     from eagle_trace_training.testing import Trained
 
-    subject = Trained(
-        find_host("trainer", "speculators"), draft=DRAFT, target=TARGET, prompts=four_prompts, device="cpu"
-    )
-    assert conformance(subject, tmp_path) == []
+    # more than one pack of documents: a budget is looked at behind each
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(prompts_file().read_text() * 6)
+    draft = DRAFT if name == "speculators" else deployed
+    subject = Trained(find_host("trainer", name), draft=draft, target=TARGET, prompts=prompts, device="cpu")
+    assert conformance(subject, tmp_path / "traces") == []

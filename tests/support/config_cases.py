@@ -123,7 +123,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"auto_map": None}, "auto_map is null", "remove auto_map"),
     ({"text_config": None}, "text_config is null", "remove text_config"),
     ({"eagle_config": "x"}, 'eagle_config is "x"', "remove eagle_config"),
-    ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": "1,2"}}, "no list of layer ids", "list of integers"),
+    ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": "1,2"}}, "not a list of layer ids", "list of integers"),
     ({"num_labels": None}, "num_labels is null", "remove num_labels"),
     ({"model_max_length": "long"}, "counts no positions", "remove model_max_length"),
 ]
