@@ -69,6 +69,7 @@ def faulty(folder: Path, four_prompts: Path, warm: Warm) -> Iterator[Callable[[s
                 out = folder / f"inside-{fault}.trace"
                 out.mkdir()
                 server.record(request, out)
+                named.write_text("")  # servers of other tests find the same file
                 return open_trace(out)
 
             yield run
