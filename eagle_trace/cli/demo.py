@@ -16,7 +16,7 @@ def demo(
     keep: Annotated[Path | None, typer.Option(help="Keep the traces in this folder.")] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="Show no progress.")] = False,
 ) -> None:
-    """Record and diff two tiny drafts that ship with eagle-trace, deployed right and wrong (under three minutes)."""
+    """Record and diff two tiny drafts that ship with eagle-trace, deployed right and wrong (about three minutes)."""
     if keep is not None:
         if keep.exists() and (not keep.is_dir() or any(keep.iterdir())):
             raise OutputExistsError(f"{keep} exists: choose another --keep")
