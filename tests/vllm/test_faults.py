@@ -126,3 +126,10 @@ def test_a_fault_of_what_is_deployed_is_named(fault: str, folder: Path, serve: S
     save_file(tensors, deployed / "model.safetensors", metadata={"format": "pt"})
     trace = serve(draft=deployed)
     expect(looked_at(train(trace), trace), cause, site)
+
+
+def test_the_document_marks_every_fault_that_is_planted_here() -> None:
+    rows = (Path(__file__).parents[2] / "docs/fault-matrix.md").read_text(encoding="utf-8").splitlines()
+    cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows if row.startswith("|")]
+    marked = {(row[0], row[2], row[3]) for row in cells if len(row) == 5 and row[4] == "yes"}
+    assert marked >= {(fault, cause, f"`{site}`") for fault, cause, site in INSIDE if fault}
