@@ -122,7 +122,7 @@ def test_a_speculators_that_computes_otherwise_is_refused(release: str, why: str
 def test_the_document_names_the_supported_releases() -> None:
     rows = [
         [cell.strip() for cell in line.strip("|").split("|")]
-        for line in (ROOT / "docs/support.md").read_text(encoding="utf-8").split("## speculators")[0].splitlines()
+        for line in (ROOT / "docs/support.md").read_text(encoding="utf-8").split("## vLLM")[0].splitlines()
         if line.startswith("| 0.")
     ]
     recorded = [row[0] for row in rows if "agrees" in row[3]]
