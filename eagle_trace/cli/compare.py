@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from eagle_trace_analysis import Diff
     from eagle_trace_analysis.checkpoint.finding import CheckResult, Finding
 
-_SUFFIXES = {".html": "html", ".json": "json", ".txt": "text", ".xml": "junit", ".sarif": "sarif"}
 Reports = Sequence[tuple[Path, Format]]
 
 

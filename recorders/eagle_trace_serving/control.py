@@ -240,10 +240,6 @@ class Control:
         counts: dict[str, int] = rank.said.get("counts", ({},))[0]
         return counts
 
-    def raise_failure(self) -> None:
-        """Raise RecordingError if the last recording failed."""
-        self._raise_failure(self._last)
-
     def _raise_failure(self, outcome: dict[str, Any] | None) -> None:
         if outcome is not None and outcome.get("outcome") == "failed":
             words = [f"the recording failed, {self._title} did not: {outcome['why']}", outcome["detail"]]

@@ -678,7 +678,7 @@ FAULTS: dict[str, tuple[Callable[[Pair, Path], dict[str, Any]], type[EagleTraceE
     "no device of that name": (lambda _p, _f: {"device": "tpu"}, UsageError, "--device must be auto, cpu or cuda"),
     "no steps": (lambda _p, _f: {"steps": 0}, UsageError, "1 or more"),
     "unknown dtype": (lambda _p, _f: {"dtype": "int8"}, UsageError, "--dtype"),
-    "unknown level": (lambda _p, _f: {"level": "all"}, UsageError, "--level"),
+    "unknown level": (lambda _p, _f: {"level": "all"}, UsageError, "level must be one of"),
 }
 
 

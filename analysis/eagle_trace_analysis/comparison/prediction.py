@@ -49,11 +49,6 @@ class _Guess:
     decided: int
     most: int | None = None
 
-    @property
-    def at_most(self) -> int:
-        """Tokens accepted at most; of a chain there is no doubt."""
-        return self.accepted if self.most is None else self.most
-
 
 def predict(observed: AcceptLength, train: Trace, serve: Trace) -> AcceptLength:
     """`observed` with what the training side predicts beside it; unchanged if nothing can be said.
