@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from eagle_trace.cli.check import CheckFormat, render_check_as
-from eagle_trace.cli.diff import Format, check_out, render_as, write_report
+from eagle_trace.cli.diff import Format, MaxDropOption, ToleranceOption, check_out, render_as, write_report
 from eagle_trace.cli.progress import Progress
 from eagle_trace.cli.record import ADMIN_KEY, API_KEY, Level
 from eagle_trace.errors import EagleTraceError, HostError, UsageError
@@ -97,18 +97,8 @@ def compare(
         float,
         typer.Option(min=0.0, max=1.0, help="Share of the server's comparable rows that must be matched to agree."),
     ] = 0.5,
-    tolerance: Annotated[
-        float, typer.Option(min=1.0, help="How many times its rounding floor the error of a site may be.")
-    ] = 4.0,
-    max_drop: Annotated[
-        float | None,
-        typer.Option(
-            min=0.0,
-            max=1.0,
-            help="Fail if the accept length is lower than predicted by more than this share, e.g. 0.05.",
-            show_default=False,
-        ),
-    ] = None,
+    tolerance: ToleranceOption = 4.0,
+    max_drop: MaxDropOption = None,
     baseline: Annotated[
         str | None,
         typer.Option(

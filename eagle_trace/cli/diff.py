@@ -37,6 +37,21 @@ class Sites(StrEnum):
     diverged = "diverged"
 
 
+#: what `compare` asks in the same words
+ToleranceOption = Annotated[
+    float, typer.Option(min=1.0, help="How many times its rounding floor the error of a site may be.")
+]
+MaxDropOption = Annotated[
+    float | None,
+    typer.Option(
+        min=0.0,
+        max=1.0,
+        help="Fail if the accept length is lower than predicted by more than this share, e.g. 0.05.",
+        show_default=False,
+    ),
+]
+
+
 def diff(
     reference: Annotated[
         str,
@@ -83,18 +98,8 @@ def diff(
             show_default=False,
         ),
     ] = None,
-    tolerance: Annotated[
-        float, typer.Option(min=1.0, help="How many times its rounding floor the error of a site may be.")
-    ] = 4.0,
-    max_drop: Annotated[
-        float | None,
-        typer.Option(
-            min=0.0,
-            max=1.0,
-            help="Fail if the accept length is lower than predicted by more than this share, e.g. 0.05.",
-            show_default=False,
-        ),
-    ] = None,
+    tolerance: ToleranceOption = 4.0,
+    max_drop: MaxDropOption = None,
     baseline: Annotated[
         str | None,
         typer.Option(
