@@ -78,9 +78,9 @@ def hook_draft(hooks: Hooks, model: Any, receive: Receive) -> dict[str, str]:
     return hang(hooks, model, [tap for tap in taps(model) if tap.site not in unsummed], receive)
 
 
-def shard_of(site: str, model: Any) -> Shard | None:
-    """Which part of a site's last axis this rank computes; None where every rank computes all of it."""
-    return next((tap.shard for tap in taps(model) if tap.site == site), None)
+def shards(model: Any) -> dict[str, Shard | None]:
+    """Which part of each site's last axis this rank computes; None where every rank computes all of it."""
+    return {tap.site: tap.shard for tap in taps(model)}
 
 
 def tell_missing(manifest: Manifest, missing: Mapping[str, str]) -> None:

@@ -25,7 +25,7 @@ from eagle_trace_sglang.layers import draft_layers
 from eagle_trace_sglang.params import loaded_params
 from eagle_trace_sglang.ranks import draft_place, replicas
 from eagle_trace_sglang.releases import check_release
-from eagle_trace_sglang.sites import hook_draft, partial_sums, taps, tell_missing
+from eagle_trace_sglang.sites import hook_draft, partial_sums, shards, tell_missing
 
 EAGER = (
     "the draft ran eagerly while recording, its CUDA graphs put aside: Python hooks do not run inside a replayed graph"
@@ -89,8 +89,7 @@ class SGLangDraft:
         """A recording of this draft."""
         hot = self._worker.hot_token_id
         target_ids = None if hot is None else to_array(hot)
-        shards = {tap.site: tap.shard for tap in taps(self._model)}
-        return Recording(order, writer, self._target_width, target_ids, shards)
+        return Recording(order, writer, self._target_width, target_ids, shards(self._model))
 
     def hang(self, hooks: Hooks, tell: Tell, order: Order, manifest: Manifest) -> None:
         """Hang everything that tells a recording of the draft's forwards; see `DraftWorker`."""

@@ -41,11 +41,12 @@ def _held(draft: Path) -> dict[str, Any]:
     from eagle_trace.sites import draft_sites
     from eagle_trace_serving.stored import checkpoint_names
     from eagle_trace_sglang.params import loaded_params
-    from eagle_trace_sglang.sites import partial_sums, shard_of
+    from eagle_trace_sglang.sites import partial_sums, shards
 
     model = LlamaForCausalLMEagle3(LlamaConfig.from_pretrained(draft))
     model.load_weights(load_file(draft / "model.safetensors").items())
-    sites = {site.name: shard_of(site.name, model) for site in draft_sites(3, 1)}
+    known = shards(model)
+    sites = {site.name: known.get(site.name) for site in draft_sites(3, 1)}
     held = {
         "sites": {name: asdict(shard) if shard else None for name, shard in sites.items()},
         "params": list(loaded_params(model, model.hot_token_id, set(checkpoint_names(draft)))),

@@ -18,7 +18,7 @@ from eagle_trace.sites import draft_sites
 from eagle_trace_sglang.layers import draft_layers
 from eagle_trace_sglang.params import used_name
 from eagle_trace_sglang.ranks import draft_place
-from eagle_trace_sglang.sites import hook_draft, shard_of, tell_missing
+from eagle_trace_sglang.sites import hook_draft, shards, tell_missing
 
 H, A, K, MIDDLE, ROWS = 8, 8, 4, 6, 3
 #: what comes with the call, or is worked out from other sites
@@ -189,7 +189,8 @@ def test_a_place_that_is_not_there_loses_its_sites_and_no_other(path: str) -> No
     assert missing_sites(model) == dict.fromkeys(LOSSES[path], path)
     # what the recorder asks beside: which rank this is, and what part of a site it holds
     assert draft_place(model) == (0, 1)
-    assert all(shard_of(site.name, model) is None for site in draft_sites(3, 1))
+    held = shards(model)
+    assert all(held.get(site.name) is None for site in draft_sites(3, 1))
     assert all(not module._forward_hooks and not module._forward_pre_hooks for module in model.modules())
 
 
