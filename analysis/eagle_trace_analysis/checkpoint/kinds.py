@@ -14,10 +14,13 @@ from typing import Any
 
 from eagle_trace.errors import CheckpointError
 from eagle_trace_analysis.checkpoint.files import StoredTensor
-from eagle_trace_analysis.engines.sglang import engine
+from eagle_trace_analysis.engines import SGLANG, Engine
+from eagle_trace_analysis.engines.sglang import engine, latent
 
 Tensors = Mapping[str, StoredTensor]
 
+#: what latent attention takes the entering rows with
+LATENT = ("q_a_proj", "kv_a_proj_with_mqa")
 #: classes of SGLang that load a block-diffusion draft
 DFLASH_CLASSES = frozenset(
     {"DFlashDraftModel", "DFlash2DraftModel", "DFlash2BeamDraftModel", "DFlashLagunaForCausalLM"}
@@ -65,18 +68,22 @@ def refuse_other_types(folder: Path, kind: Any) -> None:
         raise CheckpointError(f"{folder} is a {kind} speculator, not eagle3: {served}")
 
 
-def recognise(tensors: Tensors, config: Mapping[str, Any]) -> Kind | None:
-    """The kind of draft, or None for an EAGLE-3 draft of `engine.ARCHITECTURE` (or what cannot be told from one).
+def recognise(tensors: Tensors, config: Mapping[str, Any], serving: Engine = SGLANG) -> Kind | None:
+    """The kind of draft, or None for an EAGLE-3 draft of the serving class (or what cannot be told from one).
 
     Args:
         tensors: by speculators' names (`engine.canonical_name`).
         config: the flat config; read for sizes and class, never for the kind where tensors tell it.
+        serving: the tables of the class that the config names.
     """
+    kind = _other_attention(tensors, config, serving)
+    if kind is not None:
+        return kind
     for look in _LOOKS:
         kind = look(tensors, config)
         if kind is not None:
             return kind
-    if is_eagle3(tensors, config) or _architecture(config) in (engine.ARCHITECTURE, None):
+    if is_eagle3(tensors, config) or _architecture(config) in (serving.ARCHITECTURE, None):
         return None
     return Kind(
         "not a draft of a kind known here",
@@ -104,7 +111,7 @@ def hidden_size(tensors: Tensors, config: Mapping[str, Any]) -> int:
 
 def _entering(tensors: Tensors) -> int | None:
     """How many numbers enter the first layer's attention, also of one packed in 4 bits; None without any."""
-    for part in ("q_proj", "k_proj", "v_proj", "qkv_proj"):
+    for part in ("q_proj", "k_proj", "v_proj", "qkv_proj", *LATENT):
         for ending in ("weight", "weight_packed", "qweight"):
             stored = tensors.get(f"layers.0.self_attn.{part}.{ending}")
             if stored is None or len(stored.shape) != 2:
@@ -198,17 +205,24 @@ def _mtp(tensors: Tensors, _: Mapping[str, Any]) -> Kind | None:
     )
 
 
-def _other_attention(tensors: Tensors, config: Mapping[str, Any]) -> Kind | None:
-    found = _with(tensors, r"^layers\.0\.self_attn\.(q_a_proj|kv_a_proj_with_mqa|kv_b_proj|fused_qkv_a_proj)")
-    if not found or not ("fc.weight" in tensors or "layers.0.hidden_norm.weight" in tensors):
+def _other_attention(tensors: Tensors, config: Mapping[str, Any], serving: Engine) -> Kind | None:
+    """An EAGLE-3 draft with the other attention than the class has that its config names."""
+    if not ("fc.weight" in tensors or "layers.0.hidden_norm.weight" in tensors):
         return None
-    return Kind(
-        "an EAGLE-3 draft with latent attention (MLA)",
-        f"there is a {found[0]}",
-        'serve with --speculative-algorithm EAGLE3 and architectures ["Eagle3DeepseekV2ForCausalLM"]; this command '
-        f"knows {engine.ARCHITECTURE} only",
-        fits=_architecture(config) == "Eagle3DeepseekV2ForCausalLM",
-    )
+    found = _with(tensors, rf"^(model\.)?layers\.0\.self_attn\.({'|'.join(LATENT)}|kv_b_proj|fused_qkv_a_proj)")
+    latent_class = serving.FAMILY == latent.FAMILY
+    if found and not latent_class:
+        return Kind(
+            "an EAGLE-3 draft with latent attention (MLA)",
+            f"there is a {found[0]}",
+            f'serve with --speculative-algorithm EAGLE3 and architectures ["{latent.ARCHITECTURE}"]',
+            fits=_architecture(config) == latent.ARCHITECTURE,
+        )
+    other = _with(tensors, r"^layers\.0\.self_attn\.(qkv|q|k|v)_proj\.")
+    if other and not found and latent_class:
+        served = f'serve with --speculative-algorithm EAGLE3 and architectures ["{engine.ARCHITECTURE}"]'
+        return Kind("an EAGLE-3 draft with a llama layer", f"there is a {other[0]}", served)
+    return None
 
 
 def _eagle1(tensors: Tensors, config: Mapping[str, Any]) -> Kind | None:
@@ -243,5 +257,5 @@ def _whole(tensors: Tensors, config: Mapping[str, Any]) -> Kind | None:
 
 
 _LOOKS: tuple[Callable[[Tensors, Mapping[str, Any]], Kind | None], ...] = (
-    _adapter, _medusa, _mtp, _dspark, _parallel, _other_attention, _dflash, _eagle1, _whole,
+    _adapter, _medusa, _mtp, _dspark, _parallel, _dflash, _eagle1, _whole,
 )  # fmt: skip

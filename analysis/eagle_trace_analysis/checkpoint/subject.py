@@ -142,7 +142,7 @@ class Subject:
     @cached_property
     def kind(self) -> Kind | None:
         """What the folder holds if not an EAGLE-3 draft of the class known here."""
-        return None if self.is_speculators else recognise(self.tensors, self.served)
+        return None if self.is_speculators else recognise(self.tensors, self.served, self.engine)
 
     @property
     def target_architecture(self) -> str | None:
@@ -191,6 +191,7 @@ def open_subject(draft: Path, target: Path | None, reference: Path | None, engin
         CheckpointError: something named cannot be read, or the draft is no EAGLE-3 draft of a kind known
             here.
     """
+    engine = engine.other_class(read_config(draft)) or engine
     checkpoint = _open_exported(draft, engine)
     known_target = open_target(target, engine) if target else None
     other = _open_exported(reference, engine) if reference else None

@@ -65,7 +65,7 @@ class Scheme(Protocol):
 
 
 class Engine(Protocol):
-    """One engine and the class it serves an EAGLE-3 draft with. Configs are flat; names of tensors are trained ones."""
+    """One engine and a class it serves EAGLE-3 drafts with. Configs are flat; names of tensors are trained ones."""
 
     @property
     def NAME(self) -> str:
@@ -84,6 +84,22 @@ class Engine(Protocol):
         """The class that serves the draft, as a config has to name it."""
 
     @property
+    def FAMILY(self) -> str:
+        """Name of the family that its drafts are of (`eagle_trace.families`)."""
+
+    @property
+    def LAYER(self) -> str:
+        """What a sentence calls the decoder layer that it computes, with its article."""
+
+    @property
+    def LAYER_SIZES(self) -> Sequence[str]:
+        """Keys of a config by which the layer's matrices have their shapes."""
+
+    @property
+    def MODEL_TYPE(self) -> str:
+        """A `model_type` whose config class has the layer's keys."""
+
+    @property
     def ARCHITECTURES(self) -> Collection[str]:
         """Every name of a class that serves such a draft."""
 
@@ -98,6 +114,9 @@ class Engine(Protocol):
     @property
     def STACKED(self) -> Mapping[str, Sequence[str]]:
         """Parts of each fused parameter, in its order."""
+
+    def other_class(self, config: Config) -> Engine | None:
+        """The tables of another class of this engine's, where a draft's config names it; None if these are its."""
 
     # ---- the config
 
@@ -118,6 +137,9 @@ class Engine(Protocol):
 
     def with_defaults(self, config: Config) -> dict[str, Any]:
         """A decoder config with what the engine fills in where it is silent."""
+
+    def attention_words(self, full: Config) -> str:
+        """The sizes of the attention in a config with defaults."""
 
     def rope_settings(self, config: Config) -> dict[str, Any]:
         """The rotary embedding that the engine builds."""
