@@ -366,6 +366,7 @@ def faults() -> list[Planted]:
             serve={"window": 24},
             serve_write={"settings": {"sglang_args": ["--speculative-draft-window-size", "24"]}},
         ),
+        Planted("softmax-scale-of-the-engine", "softmax-scale", "layer.0.attn.context", serve={"scale": 0.25}),
         Planted("kv-not-refreshed", "kv-not-refreshed", "layer.0.attn.context", serve={"stale": True}),
         Planted("kv-cached-prefix", "kv-cached-prefix", "layer.0.attn.context", serve={"prefix": (10, 1.5)}),
         Planted("attention-not-reduced", "tp-shard", "layer.0.attn.out", serve_tensors=half(OUT), loaded=True),
