@@ -60,11 +60,11 @@ class LatentPair:
             )
         return open_trace(out)
 
-    def diffed(self, served: Trace) -> Diff:
+    def diffed(self, served: Trace, features: str = "compute") -> Diff:
         """The serving against the reference forward of the draft as it was trained, on its tokens."""
         out = self.folder / f"train-{Path(str(served.path)).name}"
         record = find_host("trainer", "reference").record
-        record(target=self.target, draft=self.draft, replay=served.path, out=out, device="cpu")
+        record(target=self.target, draft=self.draft, replay=served.path, out=out, features=features, device="cpu")
         train = open_trace(out)
         return diagnosed(diff(train, served), train, served)
 
@@ -150,7 +150,11 @@ def test_parameters_have_their_trained_names_and_none_is_called_dropped(healthy:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_healthy_pair_agrees(dtype: str, pair: LatentPair, healthy: Trace) -> None:
-    result = pair.diffed(healthy if dtype == "float32" else pair.serve(pair.draft, dtype))
+    if dtype == "float32":
+        result = pair.diffed(healthy)
+    else:
+        # in bfloat16 rounding makes the target's router take another expert now and then, which is no draft's fault
+        result = pair.diffed(pair.serve(pair.draft, dtype), features="serve")
     assert result.coverage.matched == result.coverage.train_rows > 40
     expect(result, None, None)
 
@@ -163,8 +167,9 @@ def other_base(config: dict[str, Any]) -> None:
     config["rope_theta"] = 500.0
 
 
-def halves(config: dict[str, Any]) -> None:
-    config["rope_interleave"] = False
+def other_scale(config: dict[str, Any]) -> None:
+    # of the two, the factor on the rotation is the quotient, the one on the scores the second's square
+    config["rope_scaling"].update(mscale=0.5, mscale_all_dim=0.5)
 
 
 def latent_norm(tensors: dict[str, Any]) -> None:
@@ -173,8 +178,8 @@ def latent_norm(tensors: dict[str, Any]) -> None:
 
 FAULTS: dict[str, tuple[dict[str, Callable[[Any], None]], str, str, str]] = {
     "one layer": ({"config": one_layer}, "single-layer-features", "fused", "set eagle_config.use_aux_hidden_state"),
-    "base": ({"config": other_base}, "rope-theta", "layer.0.attn.q_rope", "rope_theta"),
-    "halves": ({"config": halves}, "rope-layout", "layer.0.attn.q_rope", "rope_interleave"),
+    "base": ({"config": other_base}, "rope-theta", "layer.0.attn.q_rope", "theta 50000"),
+    "scale": ({"config": other_scale}, "softmax-scale", "layer.0.attn.context", "mscale_all_dim"),
     "latent norm": ({"tensors": latent_norm}, "weights-differ", "layer.0.attn.kv_a_norm", "kv_a_layernorm"),
 }
 
