@@ -151,8 +151,8 @@ def checks_of(subject: Subject) -> tuple[Callable[[Subject], Finding], ...]:
     """The checks that apply: for any other kind of draft only the one that says so."""
     if subject.kind is not None:
         return (check_format,)
-    tables = subject.recipe is not None or (subject.origin is not None and bool(subject.origin.trainer.SPARE_ROWS))
-    return (BY_NAME if subject.checkpoint.index_only else CHECKS) + ((check_rope_tables,) if tables else ())
+    by_recipe = (check_rope_tables,) if subject.recipe is not None else ()
+    return (BY_NAME if subject.checkpoint.index_only else CHECKS) + by_recipe
 
 
 def scan_floats(subject: Subject) -> dict[str, Scan]:
