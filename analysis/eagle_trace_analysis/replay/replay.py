@@ -24,7 +24,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from eagle_trace.sites import Site, family_of, sites_of
+from eagle_trace.sites import Site, sites_of
 from eagle_trace_analysis.comparison.metrics import quantile, relative_error
 from eagle_trace_analysis.comparison.tolerance import BLOCK_TERMS, FACTOR, LOST, ONE_ROUNDING, UNIT
 from eagle_trace_analysis.replay.attention import View
@@ -185,10 +185,10 @@ class Replay:
         self.view_given = view is not None
         self.view = view or View(recorded, window=form.window)
         names = [site for site in recorded.trace.sites if recorded.data(site)]
-        self.sites: dict[str, Site] = {site.name: site for site in sites_of(names)}
+        self.sites: dict[str, Site] = {site.name: site for site in sites_of(names, recorded.trace.family)}
         layers = [int(match.group(1)) for name in names if (match := re.match(r"layer\.(\d+)\.", name))]
         self._last = f"layer.{max(layers, default=0)}"
-        self._steps = steps_of(family_of(names))
+        self._steps = steps_of(recorded.trace.family)
         self._done: dict[Node, Recomputed | str] = {}
 
     def varied(self, *, weights: Weights | None = None, view: View | None = None, **form: Any) -> Replay:
