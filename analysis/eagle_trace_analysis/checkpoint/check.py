@@ -91,6 +91,7 @@ def check(
             [*findings, without],
             str(target) if target else None,
             str(reference) if reference else None,
+            engine=engine.ENGINE,
         )
     scans = scan_floats(subject)
     findings = [one(subject) for one in checks_of(subject)]
@@ -107,6 +108,7 @@ def check(
         str(target) if target else None,
         str(reference) if reference else None,
         changes,
+        engine=engine.ENGINE,
     )
 
 

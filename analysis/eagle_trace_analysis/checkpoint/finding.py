@@ -67,6 +67,9 @@ class CheckResult:
     target: str | None = None
     reference: str | None = None
     changes: Sequence[TensorChange] = field(default=())
+    #: the engine that it is judged for, with its release; why this one, where nobody named it
+    engine: str = ""
+    why: str = ""
 
     def count(self, status: Status) -> int:
         """How many findings have this status."""
@@ -84,6 +87,8 @@ class CheckResult:
             "format": self.format,
             "target": self.target,
             "reference": self.reference,
+            "engine": self.engine,
+            "engine_chosen": self.why or None,
             "counts": {status.value: self.count(status) for status in Status},
             "findings": [
                 {
