@@ -36,5 +36,11 @@ class SpecForge:
 
         return record(**options)
 
+    def training(self, trainer: Any) -> Any:
+        """What of it goes on in `trainer`: see `eagle_trace_specforge.training`."""
+        from eagle_trace_specforge.training import training
+
+        return training(trainer)
+
 
 HOST = SpecForge()

@@ -25,6 +25,8 @@ from eagle_trace_analysis.evidence.context import Context
 from eagle_trace_analysis.replay.attention import View, cached_sites
 from eagle_trace_analysis.replay.replay import Recomputed, Replay, Replayed
 
+#: keys and values of some roots of a prompt, and the roots, in order
+Given = tuple[NDArray[Any], NDArray[Any], NDArray[np.int64]]
 FLAG = "--speculative-draft-window-size"
 MOST_WINDOWS, WINDOW_ROWS = 64, 4
 #: factors on the scores that are tried: powers of 2 up to this one, so many
@@ -213,26 +215,14 @@ def check_prefix(context: Context) -> Outcome:
         return ruled_out(f"no cached prefix: the server computed every row of {prompts} prompts itself")
     if not sites:
         return not_tested("attention was not recorded", RECORD_VALUES)
-    given = _prefix_of_training(context, missing)
+    given = given_by_training(context, missing)
     if len(given) < len(missing):
         return not_tested(
             f"{len(missing)} prompts start from a cached prefix, of which the training side has {len(given)} only",
             "record the training side with --replay on the same prompts",
         )
     site = sites[0]
-    fresh = replay.varied(view=View(replay.recorded, window=replay.form.window, missing=given))
-    allowed = 4 * max(
-        replay.allowed(site)["rho_max"], context.control.allowed(site)["rho_max"] if context.control else 0
-    )
-    cold, warm = [], []
-    for step in replay.recorded.steps:
-        found = fresh.recompute(site, step)
-        if isinstance(found, Recomputed):
-            d, y = found.recorded - found.expected, found.expected
-            rho = relative_error((d * d).sum(axis=1), (y * y).sum(axis=1))
-            cached = np.isin(replay.recorded.keys.prompt_id[found.rows], list(given))
-            warm += rho[cached].tolist()
-            cold += rho[~cached].tolist()
+    warm, cold, allowed = errors_over_given(context, site, given)
     if not warm:
         return not_tested("no row behind a cached prefix could be recomputed", RECORD_VALUES)
     figures = (
@@ -242,10 +232,38 @@ def check_prefix(context: Context) -> Outcome:
     )
     own_prefix = all(context.agrees(name) for name in context.feature_sites)
     if np.median(warm) > allowed >= (np.median(cold) if cold else 0.0) and own_prefix:
-        return confirmed(
-            figures, "serve with --disable-radix-cache, or flush the cache when the draft or its settings change", site
-        )
+        off = context.engine.WORDS.no_prefix_cache
+        return confirmed(figures, f"serve with {off}, or flush the cache when the draft or its settings change", site)
     return ruled_out(figures)
+
+
+def errors_over_given(context: Context, site: str, given: dict[int, Given]) -> tuple[list[float], list[float], float]:
+    """Attention recomputed with keys that training has for roots which the server has not.
+
+    Args:
+        context: the pair, with a replay.
+        site: attention's output of a layer.
+        given: training's keys and values, and the roots they are of, by serve prompt (`given_by_training`).
+
+    Returns:
+        Relative errors of rows that see such a root, those of all others, and what is allowed.
+    """
+    replay, control = context.replay, context.control
+    assert replay is not None
+    whole = replay.varied(view=View(replay.recorded, window=replay.form.window, missing=given))
+    allowed = 4 * max(replay.allowed(site)["rho_max"], control.allowed(site)["rho_max"] if control else 0.0)
+    seeing: list[float] = []
+    others: list[float] = []
+    for step in replay.recorded.steps:
+        found = whole.recompute(site, step)
+        if not isinstance(found, Recomputed):
+            continue
+        d, y = found.recorded - found.expected, found.expected
+        rho = relative_error((d * d).sum(axis=1), (y * y).sum(axis=1))
+        keys = replay.recorded.keys.take(found.rows)
+        for prompt, root, error in zip(keys.prompt_id.tolist(), keys.root.tolist(), rho.tolist(), strict=True):
+            (seeing if prompt in given and root > given[prompt][2].min() else others).append(error)
+    return seeing, others, allowed
 
 
 def _missing_roots(context: Context) -> dict[int, Any]:
@@ -261,7 +279,8 @@ def _missing_roots(context: Context) -> dict[int, Any]:
     return found
 
 
-def _prefix_of_training(context: Context, missing: dict[int, Any]) -> dict[int, Any]:
+def given_by_training(context: Context, missing: dict[int, Any]) -> dict[int, Given]:
+    """Training's keys and values of roots that the server has no rows of, by serve prompt; of those it has alone."""
     control = context.control
     if control is None:
         return {}
@@ -313,7 +332,7 @@ CAUSES = (
         "kv-cached-prefix",
         "Decays over time; a cold start is fine.",
         "Attention of prompts that start from a cached prefix recomputed with the keys that training has for it.",
-        "Serve with --disable-radix-cache, or flush the cache when the draft changes.",
+        "Serve without a prefix cache, or flush the cache when the draft changes.",
         ("layer.0.attn.context",),
         check_prefix,
         of_server=True,

@@ -103,7 +103,7 @@ def fit_scaled_theta(replay: Replay, step: int = 0) -> float | None:
     for _ in range(60):
         left, right = low + (high - low) / 3, high - (high - low) / 3
         low, high = (low, right) if off(left) < off(right) else (left, high)
-    return 10.0 ** ((low + high) / 2)
+    return float(10.0 ** ((low + high) / 2))
 
 
 def _frequencies(replay: Replay, step: int) -> Real | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -76,10 +77,7 @@ def recognise(tensors: Tensors, config: Mapping[str, Any], serving: Engine = SGL
         config: the flat config; read for sizes and class, never for the kind where tensors tell it.
         serving: the tables of the class that the config names.
     """
-    kind = _other_attention(tensors, config, serving)
-    if kind is not None:
-        return kind
-    for look in _LOOKS:
+    for look in (*_BEFORE_ATTENTION, partial(_other_attention, serving), *_BEHIND_ATTENTION):
         kind = look(tensors, config)
         if kind is not None:
             return kind
@@ -205,7 +203,7 @@ def _mtp(tensors: Tensors, _: Mapping[str, Any]) -> Kind | None:
     )
 
 
-def _other_attention(tensors: Tensors, config: Mapping[str, Any], serving: Engine) -> Kind | None:
+def _other_attention(serving: Engine, tensors: Tensors, config: Mapping[str, Any]) -> Kind | None:
     """An EAGLE-3 draft with the other attention than the class has that its config names."""
     if not ("fc.weight" in tensors or "layers.0.hidden_norm.weight" in tensors):
         return None
@@ -256,6 +254,6 @@ def _whole(tensors: Tensors, config: Mapping[str, Any]) -> Kind | None:
     )
 
 
-_LOOKS: tuple[Callable[[Tensors, Mapping[str, Any]], Kind | None], ...] = (
-    _adapter, _medusa, _mtp, _dspark, _parallel, _dflash, _eagle1, _whole,
-)  # fmt: skip
+_Look = Callable[[Tensors, Mapping[str, Any]], Kind | None]
+_BEFORE_ATTENTION: tuple[_Look, ...] = (_adapter, _medusa, _mtp, _dspark, _parallel)
+_BEHIND_ATTENTION: tuple[_Look, ...] = (_dflash, _eagle1, _whole)

@@ -44,6 +44,8 @@ class View:
             (keys, values, roots).
         slots: whose key lies in the slot of a draft step, by step: that of another step of the same path, or None
             where the slot is not seen at all. A row sees its own step's place in the path it was written in.
+        empty: how many slots behind its own a row of each step sees, by step: slots that no row was written to, where
+            keys and values are zeros.
     """
 
     recorded: Recorded
@@ -54,6 +56,7 @@ class View:
     fresh_in_call: bool = True
     missing: dict[int, tuple[Real, Real, Int]] = field(default_factory=dict)
     slots: dict[int, int | None] = field(default_factory=dict)
+    empty: dict[int, int] = field(default_factory=dict)
     _prompts: dict[int, _Prompt | None] = field(default_factory=dict)
 
     def prompt(self, number: int) -> _Prompt | None:
@@ -110,6 +113,8 @@ class View:
             if (place >= len(given[2])).any() or (given[2][place] != lost + low).any():
                 return None
             k[lost], v[lost] = given[0][place], given[1][place]
+        if behind := self.empty.get(len(path), 0):
+            k, v = (np.concatenate([part, np.zeros((behind, part.shape[1]), part.dtype)]) for part in (k, v))
         return k, v
 
     def _holds(self, step: int, deepest: int) -> int | None:

@@ -27,6 +27,8 @@ LAYER, MODEL_TYPE = "a llama layer", "llama"
 LAYER_SIZES = ("num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size", "intermediate_size")
 #: formats of trainers that the engine reads as they are
 READS: frozenset[str] = frozenset()
+#: a draft of the target's width computes with the target's embedding, whatever it ships
+REPLACES_EMBEDDING = True
 #: what other engines call a draft with the very same layer
 OTHER_NAMES = {
     "vLLM": frozenset({

@@ -31,6 +31,8 @@ OTHER_NAMES: Mapping[str, Collection[str]] = {}
 FAMILY, LAYER, MODEL_TYPE, LAYER_SIZES = shared.FAMILY, shared.LAYER, shared.MODEL_TYPE, shared.LAYER_SIZES
 #: formats that the engine reads as they are
 READS = frozenset({"speculators"})
+#: the target's embedding is shared only where the draft ships none, or the same
+REPLACES_EMBEDDING = False
 
 with_defaults = shared.with_defaults
 attention_words = shared.attention_words
