@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +34,7 @@ logger = logging.getLogger("eagle_trace")
 #: name of everything that is logged
 NAME = "eagle_trace"
 EVERY = 500
-#: traces of the training side, and of a server that is asked anew: in memory, so that no disk is waited for
+#: where traces of the training side lie: in memory, so that no disk is waited for
 MEMORY = "memory://eagle-trace-monitoring"
 #: `first_divergence` where nothing diverges
 NOWHERE = -1
@@ -110,7 +111,7 @@ class Look:
 
     step: int = 0
     seconds: float = 0.0
-    accept: AcceptLength = AcceptLength(None)
+    accept: AcceptLength = field(default_factory=lambda: AcceptLength(None))
     first: Divergence | None = None
     place: int | None = None
     causes: tuple[str, ...] = ()
@@ -180,6 +181,8 @@ class Monitoring:
             device=watched.device, progress=lambda message: logger.debug("%s", message),
         )  # fmt: skip
         self._served = None if watched.runs else _open_served(watched.served)
+        #: what a running server records is fetched to a disk
+        self._folder = TemporaryDirectory(prefix="eagle-trace-")
         self._baseline = open_trace(as_place(watched.baseline)) if watched.baseline is not None else None
         if self._served is not None:
             self._probe.prepare(self._served)
@@ -196,6 +199,7 @@ class Monitoring:
         if not self.off:
             self.off = True
             self._hooks.remove()
+            self._folder.cleanup()
             _forget()
         try:
             self.training.close()
@@ -243,11 +247,7 @@ class Monitoring:
         self._seen = step
         served = self._served if self._served is not None else self._asked()
         trained = open_trace(self._probe.record(served, f"{MEMORY}/train.trace"))
-        judged = self._judged(trained, served)
-        if judged.place != self._last.place or not self.looks or self.watched.level == "values":
-            judged = self._looked_into(judged, trained, served)
-        elif judged.place not in (None, NOWHERE):
-            judged = replace(judged, causes=self._last.causes)
+        judged = self._looked_into(self._judged(trained, served), served)
         look = replace(judged, step=step, seconds=time.perf_counter() - began)
         if look.place is not None and look.place != self._last.place:
             why = f": {look.first.why}" if look.first is not None else ""
@@ -265,37 +265,29 @@ class Monitoring:
     def _other(self, served: Trace) -> Trace:
         return self._baseline if self._baseline is not None else served
 
-    def _looked_into(self, judged: Look, trained: Trace, served: Trace) -> Look:
+    def _looked_into(self, judged: Look, served: Trace) -> Look:
         """With values of a few prompts: the training's own steps recomputed, and the causes of what diverges."""
-        from eagle_trace_analysis.replay.own import HeldTensor, own_steps
-
-        if trained.level != "values":
-            trained = open_trace(self._probe.record(served, f"{MEMORY}/values.trace", "values"))
-        held = {
-            name: HeldTensor(tuple(one.shape), one.numel() * one.element_size(), partial(_array, one))
-            for name, one in self._probe.tensors().items()
-        }
-        found = next((one for one in own_steps(trained, held) if one.verdict == "faulty"), None)
+        trained = open_trace(self._probe.record(served, f"{MEMORY}/values.trace", "values"))
         other = self._other(served)
-        if found is not None and found.serve is not None:
-            place = place_of(found.site, trained.sites, other.sites)
-            if judged.first is None or (found.step, place) < (judged.first.step, judged.place or 0):
-                why = f"training does not compute it as its own config says: {found.serve.against()}"
-                own = Divergence(found.site, found.step, "step", why, {}, {})
-                return replace(judged, first=own, place=place, incomparable=None)
+        if (own := own_fault(trained, self._probe.tensors())) is not None:
+            place = place_of(own.site, trained.sites, other.sites)
+            if judged.first is None or (own.step, place) < (judged.first.step, judged.place or 0):
+                judged = replace(judged, first=own, place=place, incomparable=None)
         if judged.first is None:
             return judged
+        if judged.place == self._last.place:
+            return replace(judged, causes=self._last.causes)
         return replace(judged, causes=confirmed(trained, other, trained.manifest.settings["trained"]))
 
     def _asked(self) -> Trace:
         """The running server, recorded now."""
-        watched, place = self.watched, f"{MEMORY}/serve.trace"
+        watched, place = self.watched, Path(self._folder.name) / "serve.trace"
         server = Running(watched.served, watched.api_key, watched.admin_api_key)
         ask = Ask(max_new_tokens=watched.max_new_tokens, level=watched.level)
         if watched.prompts is None:
             raise UsageError(f"{watched.served} is a running server: give prompts to ask it")
         server.record(Pair(Path(), None), watched.prompts, ask, place, lambda _: None)
-        return _open_served(place)
+        return _open_served(str(place))
 
     def _judged(self, trained: Trace, served: Trace) -> Look:
         from eagle_trace_analysis import diff
@@ -321,6 +313,32 @@ def predicted(trained: Trace, served: Trace) -> AcceptLength:
     from eagle_trace_analysis.comparison.prediction import predict
 
     return predict(accept_length(served), trained, served)
+
+
+def own_fault(trained: Trace, tensors: Mapping[str, Any]) -> Divergence | None:
+    """The first step that training computes otherwise than its own config says: masks, norms, rotation, maps.
+
+    Args:
+        trained: trace of the training, with values.
+        tensors: the weights it was recorded with, torch tensors by canonical names.
+    """
+    from eagle_trace.recording.arrays import to_array
+    from eagle_trace_analysis.replay.own import HeldTensor, own_steps
+    from eagle_trace_analysis.replay.replay import CONTROL_LIMIT
+
+    def array(tensor: Any, rows: Any) -> Array:
+        return to_array(tensor if rows is None else tensor[rows])
+
+    held = {
+        name: HeldTensor(tuple(one.shape), one.numel() * one.element_size(), partial(array, one))
+        for name, one in tensors.items()
+    }
+    for one in own_steps(trained, held):
+        # there is no other side to hold it against, so that only what is far off counts
+        if one.serve is not None and one.serve.ratio > CONTROL_LIMIT:
+            why = f"training does not compute it as its own config says: {one.serve.against()}"
+            return Divergence(one.site, one.step, "step", why, {}, {})
+    return None
 
 
 def confirmed(trained: Trace, other: Trace, moving: Collection[str]) -> tuple[str, ...]:
@@ -350,13 +368,6 @@ def place_of(site: str, *names: Iterable[str]) -> int:
 
     known = {name for some in names for name in some if known_site(name) is not None}
     return [one.name for one in sites_of(sorted({*known, site}))].index(site)
-
-
-def _array(tensor: Any, rows: Array | None) -> Array:
-    """A torch tensor, or some rows of it, as an array."""
-    from eagle_trace.recording.arrays import to_array
-
-    return to_array(tensor if rows is None else tensor[rows])
 
 
 def _open_served(place: str) -> Trace:

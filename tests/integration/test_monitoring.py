@@ -1,7 +1,7 @@
 """Looking at a draft while it trains: what is logged is what `diff` says, and the training does not notice.
 
-The trainers are speculators' own `Trainer` and SpecForge's own `TrainerController`, with the loggers they bring; what is
-replayed is a recording of the real server.
+The trainers are speculators' own `Trainer` and SpecForge's own `TrainerController`, with the loggers that they bring;
+what is replayed is a recording of the real server.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ import json
 import logging
 import os
 import random
-import subprocess
+import re
+import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -24,13 +25,13 @@ import torch
 
 pytest.importorskip("speculators")
 
-from speculators.train.graceful_shutdown import TrainingInterruptedError
+from speculators.models.eagle3 import core
 from speculators.train.logger import setup_metric_logger
 
-from eagle_trace import Trace, open_trace
+from eagle_trace import Trace
 from eagle_trace.demo import prompts_file
-from eagle_trace.errors import UsageError
-from eagle_trace.jobs.monitoring import NOWHERE, Monitoring
+from eagle_trace.errors import EagleTraceError
+from eagle_trace.jobs.monitoring import NOWHERE, Look, Monitoring
 from eagle_trace.monitor import monitoring
 from eagle_trace_analysis import diff
 from eagle_trace_training.session import Session
@@ -249,36 +250,146 @@ def another_embedding(model: Any) -> None:
         model.embed_tokens.weight[:, 0] += 0.5
 
 
+def rounded_rotation(model: Any) -> None:
+    model.rotary_emb.inv_freq = model.rotary_emb.inv_freq.bfloat16().float()
+
+
+@pytest.fixture
+def seeing_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A training mask that lets a row see the one behind it."""
+    original = core.create_combined_mask_mod
+
+    def peeking(documents: Any, rows: int, sliding_window: int | None = None) -> Any:
+        allowed = original(documents, rows, sliding_window=sliding_window)
+        return lambda b, h, q, kv: allowed(b, h, torch.clamp(q + 1, max=rows - 1), kv)
+
+    monkeypatch.setattr(core, "create_combined_mask_mod", peeking)
+
+
+def looks_at(model: Any, served: Trace, batch: dict[str, Any], **options: Any) -> list[Look]:
+    """Looks before and after one step of a loop of one's own, which moves the weights."""
+    optimizer = torch.optim.SGD([one for one in model.parameters() if one.requires_grad], lr=0.05)
+    said: list[tuple[int, dict[str, Any]]] = []
+    with monitoring(
+        model, served.path, every=1, log=lambda values, step: said.append((step, dict(values))), **options
+    ) as run:
+        model(**batch, ttt_steps=3, loss_config=LOSS)[1].backward()
+        optimizer.step()
+    assert run.failure is None
+    assert said == [(look.step, look.values()) for look in run.looks]
+    assert [look.step for look in run.looks] == [0, 1]
+    return run.looks
+
+
+@pytest.fixture(scope="module")
+def batch(samples: list[dict[str, Any]]) -> dict[str, Any]:
+    return collate(samples[:2], rows=128)
+
+
 @pytest.mark.parametrize(
     ("plant", "site", "cause"),
     [
-        pytest.param(off_by_one, "topk.target_id", "d2t-missing", id="d2t-off-by-one"),
-        pytest.param(another_layer, "target.hidden.1", "layer-ids", id="features-of-another-layer"),
-        pytest.param(another_embedding, "embed", "weights-differ", id="embedding"),
-        pytest.param(None, None, None, id="healthy"),
+        pytest.param(off_by_one, "topk.target_id", "d2t-stale", id="d2t-off-by-one"),
+        pytest.param(another_layer, "target.hidden.1", "layer-ids-shifted", id="features-of-another-layer"),
+        pytest.param(another_embedding, "embed", "weights-differ", id="frozen-embedding"),
+        pytest.param(rounded_rotation, "layer.0.attn.q_rope", None, id="rotation"),
     ],
 )
-def test_a_fault_is_named_at_its_site_although_the_weights_have_moved(
-    plant: Callable[[Any], None] | None,
-    site: str | None,
-    cause: str | None,
-    served: Trace,
-    samples: list[dict[str, Any]],
+def test_a_fault_is_named_at_its_site_also_when_the_weights_have_moved(
+    plant: Callable[[Any], None], site: str, cause: str | None, served: Trace, batch: dict[str, Any]
 ) -> None:
     model = trainable(PAIR)
-    if plant is not None:
-        plant(model)
-    trained = [one for one in model.parameters() if one.requires_grad]
-    optimizer = torch.optim.SGD(trained, lr=0.05)
-    batch = collate(samples[:2], rows=128)
-    with monitoring(model, served.path, target=TARGET, every=1) as run:
-        for _ in range(2):
-            loss = model(**batch, ttt_steps=3, loss_config=LOSS)[1]
-            loss.backward()
-            optimizer.step()
-    assert run.failure is None
-    for look in run.looks:
-        assert (look.first.site if look.first is not None else None) == site
-        assert (look.place == NOWHERE) == (site is None)
-        print(look.step, look.where, look.place)
-    assert run.looks[0].accept.predicted != run.looks[2].accept.predicted or plant is off_by_one
+    plant(model)
+    before, after = looks_at(model, served, batch, target=TARGET)
+    for look in (before, after):
+        assert look.first is not None
+        assert (look.first.site, look.first.step) == (site, 0)
+        assert look.where.startswith(f"{site}, step 0")
+    assert cause is None or cause in before.causes
+    assert before.place == after.place != NOWHERE
+
+
+@pytest.mark.usefixtures("seeing_the_next")
+def test_a_mask_that_shows_a_row_what_comes_next_is_named_whatever_the_weights(
+    served: Trace, batch: dict[str, Any]
+) -> None:
+    for look in looks_at(trainable(PAIR), served, batch, target=TARGET):
+        assert look.first is not None
+        assert (look.first.site, look.first.step) == ("layer.0.attn.context", 0)
+
+
+def test_a_draft_with_flex_attention_is_looked_at_with_features_of_the_server_and_against_a_baseline(
+    served: Trace, train: Callable[..., Trace], batch: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What only runs on a GPU need not run: the twin computes with eager attention."""
+    model = trainable(PAIR)
+    config = model.config.transformer_layer_config
+    model._attn_impl, config._attn_implementation = "simple_flex_attention", "simple_flex_attention"
+    baseline = train(replay=served.path)
+    run = monitoring(model, served.path, baseline=baseline.path, log=lambda *_: None)
+    with run:
+        pass
+    (look,) = run.looks
+    assert (look.first, look.accept.predicted) == (None, diff(baseline, served).accept_length.predicted)
+    assert (model._attn_impl, config._attn_implementation) == ("simple_flex_attention",) * 2
+
+
+# ---- what goes wrong
+
+
+def test_what_fails_in_a_look_is_said_once_and_the_training_ends_as_alone(
+    alone: list[Any],
+    samples: list[dict[str, Any]],
+    served: Trace,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    calls = []
+
+    def broken(*_: Any) -> None:
+        calls.append(1)
+        raise RuntimeError("CUDA out of memory")
+
+    monkeypatch.setattr(Session, "_record", broken)
+    trainer, run = trained(samples, tmp_path, lambda one: monitoring(one, served.path, target=TARGET, every=EVERY))
+    assert (len(calls), str(run.failure), run.looks) == (1, "CUDA out of memory", [])
+    said = [one.message for one in caplog.records if one.name == "eagle_trace" and one.levelno >= logging.WARNING]
+    assert said == [
+        "eagle-trace no longer looks at this training: RuntimeError: CUDA out of memory; the training goes on without it"
+    ]
+    assert same(alone, left_behind(trainer))
+    assert not any(one._forward_hooks or one._forward_pre_hooks for one in trainer.model.modules())
+
+
+def test_a_trainer_that_is_interrupted_in_a_look_is_interrupted(
+    samples: list[dict[str, Any]], served: Trace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """speculators' signal handler raises wherever the process is, and its trainer then saves a checkpoint."""
+
+    def interrupted(*_: Any) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(Session, "_record", interrupted)
+    trainer, run = trained(samples, tmp_path, lambda one: monitoring(one, served.path, target=TARGET, every=EVERY))
+    assert (trainer.global_step, run.failure, run.looks) == (0, None, [])
+    assert (tmp_path / "interrupted").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"every": 0}, "every must be 1 or more optimizer steps, not 0"),
+        ({"features": "compute"}, "features='compute' runs the target: give target"),
+        ({"prompts": "p.jsonl"}, "give prompts only beside a running server's URL"),
+        ({"served": "http://127.0.0.1:1"}, "is a running server: give prompts to ask it"),
+        ({"evry": 3}, "unexpected keyword argument 'evry'"),
+        ({"served": "/nowhere/serve.trace"}, "/nowhere/serve.trace"),
+        ({"trainer": torch.nn.Linear(1, 1)}, "takes speculators' Eagle3DraftModel"),
+    ],
+)
+def test_misuse_is_said_before_the_training_starts(options: dict[str, Any], words: str, served: Trace) -> None:
+    given = {"served": served.path} | options
+    trainer = given.pop("trainer", None)
+    with pytest.raises(EagleTraceError, match=re.escape(words)), monitoring(trainer or trainable(PAIR), **given):
+        pass
