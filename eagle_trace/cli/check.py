@@ -44,7 +44,8 @@ def check(
     recipe: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="FILE|KEY=VALUE", help="What the training was run with: a YAML file, or data.max_length=4096. Repeat."
+            metavar="FILE|KEY=VALUE",
+            help="What the training was run with: a YAML file, or data.max_length=4096. Repeat.",
         ),
     ] = None,
     quiet: Annotated[

@@ -103,7 +103,9 @@ def _as_the_trainer_counts(subject: Subject, given: list[int] | None, inputs: li
         meant = origin.trainer.default_layers(target.layers) if target is not None else None
         if not origin.trainer.NAMES_LAYERS or meant != inputs:
             return None
-        return passed(name, DEFAULTED, f"no ids are named: {title} feeds the inputs of layers {meant}, and so does the engine")
+        return passed(
+            name, DEFAULTED, f"no ids are named: {title} feeds the inputs of layers {meant}, and so does the engine"
+        )
     meant = named_inputs(origin.trainer, subject.served, target)
     last = subject.target_layers
     if meant is None or (last is not None and max(meant) > last):
@@ -118,7 +120,11 @@ def _as_the_trainer_counts(subject: Subject, given: list[int] | None, inputs: li
             f"if {title} wrote these ids, write {right}" if right else "no list makes the engine capture these layers",
         )
     if origin.sure and origin.trainer.NAMES_LAYERS:
-        return passed(name, SHIFTED, f"{title} counts layers by their outputs: ids {given} make the engine feed the inputs of layers {inputs}")
+        return passed(
+            name,
+            SHIFTED,
+            f"{title} counts layers by their outputs: ids {given} make the engine feed the inputs of layers {inputs}",
+        )
     return None
 
 

@@ -12,8 +12,7 @@ from eagle_trace.checkpoints import read_config
 from eagle_trace.errors import CheckpointError, UsageError
 from eagle_trace_analysis.checkpoint.files import Checkpoint, StoredTensor, has_weights, open_checkpoint
 from eagle_trace_analysis.checkpoint.torchfile import read_torch_file
-from eagle_trace_analysis.trainers import Trainer, told_by, trainer_named, trainer_of
-from eagle_trace_analysis.trainers import specforge
+from eagle_trace_analysis.trainers import Trainer, specforge, told_by, trainer_named, trainer_of
 from eagle_trace_analysis.trainers.base import Doubt, Folder
 
 #: what SpecForge writes while it trains, and where a checkpoint's draft is in it
@@ -72,9 +71,16 @@ def origin_of(checkpoint: Checkpoint, named: str | None) -> Origin | None:
     if named is not None:
         trainer, release = trainer_named(named)
         return Origin(trainer, ("--trainer says so",), True, release)
+    if is_state(checkpoint):
+        return Origin(specforge, (f"it is a checkpoint in training ({STATE_FILE})",), True)
     files = [file.name for file in checkpoint.files]
     told = told_by(Folder(checkpoint.config, list(checkpoint.tensors), files, checkpoint.metadata))
     return None if told is None else Origin(told[0], told[1].why, told[1].sure)
+
+
+def is_state(checkpoint: Checkpoint) -> bool:
+    """Whether it is what SpecForge leaves in training."""
+    return [file.name for file in checkpoint.files] == [STATE_FILE]
 
 
 def open_draft(place: Path) -> Checkpoint:
