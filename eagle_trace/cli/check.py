@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated
 
@@ -51,7 +52,14 @@ def check(
     quiet: Annotated[
         bool, typer.Option("--quiet", "-q", help="text: only what failed or warned, and the counts.")
     ] = False,
-    engine: Annotated[str, typer.Option(metavar="NAME", help="What is to serve the draft: sglang or vllm.")] = "sglang",
+    engine: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="What is to serve the draft: sglang or vllm. Default: what loads the folder as it is.",
+            show_default=False,
+        ),
+    ] = None,
     format: Annotated[
         CheckFormat, typer.Option("--format", help="text, json for programs, junit or sarif for a build.")
     ] = CheckFormat.text,
@@ -59,18 +67,24 @@ def check(
     """Check a draft without running it. Exit status 0: nothing failed, 1: something did, 2: not checked."""
     from eagle_trace.terminal import PlainConsole
     from eagle_trace_analysis.checkpoint.check import check as check_checkpoint
+    from eagle_trace_analysis.checkpoint.purpose import Purpose, purpose_of
     from eagle_trace_analysis.checkpoint.recipe import read_recipe
+    from eagle_trace_analysis.checkpoint.remote import folder_of
     from eagle_trace_analysis.engines import engine_named
     from eagle_trace_analysis.report.check import render_brief, render_text
 
+    place = folder_of(draft)
+    purpose = purpose_of(place) if engine is None else Purpose(engine_named(engine))
     result = check_checkpoint(
-        draft,
+        place,
         target=target,
         reference=reference,
-        engine=engine_named(engine),
+        engine=purpose.engine,
         trainer=trainer,
         recipe=read_recipe(recipe or ()),
     )
+    if purpose.why:
+        result = replace(result, why=f"{purpose.why}; {purpose.others} judges for another")
     if format is not CheckFormat.text:
         typer.echo(render_check_as(result, format), nl=False)
     else:

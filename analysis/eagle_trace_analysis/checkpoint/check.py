@@ -114,11 +114,8 @@ def check(
         CheckpointError: a folder cannot be read, or holds no draft of a kind known here.
         UsageError: no trainer is called so, or a URL cannot be read with what is installed.
     """
-    own, its_target, other = (
-        folder_of(draft),
-        folder_of(target) if target else None,
-        folder_of(reference) if reference else None,
-    )
+    own = folder_of(draft)
+    its_target, other = folder_of(target) if target else None, folder_of(reference) if reference else None
     subject = open_subject(own, its_target, other, engine, trainer=trainer, recipe=recipe)
     findings, changes = _findings(subject)
     return CheckResult(
@@ -130,6 +127,7 @@ def check(
         changes,
         subject.origin.words if subject.origin is not None and subject.kind is None else "",
         fetched(own, its_target, other),
+        engine=engine.ENGINE,
     )
 
 

@@ -74,6 +74,9 @@ class CheckResult:
     changes: Sequence[TensorChange] = field(default=())
     trainer: str = ""
     fetched: int | None = None
+    #: the engine that it is judged for, with its release; why this one, where nobody named it
+    engine: str = ""
+    why: str = ""
 
     def count(self, status: Status) -> int:
         """How many findings have this status."""
@@ -93,6 +96,8 @@ class CheckResult:
             "reference": self.reference,
             "trainer": self.trainer or None,
             "fetched": self.fetched,
+            "engine": self.engine,
+            "engine_chosen": self.why or None,
             "counts": {status.value: self.count(status) for status in Status},
             "findings": [
                 {

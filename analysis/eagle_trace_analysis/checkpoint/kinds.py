@@ -66,8 +66,10 @@ def refuse_other_types(folder: Path, kind: Any, engine: Engine = SGLANG) -> None
     if kind == "eagle3":
         return
     known = SPECULATORS_TYPES.get(str(kind))
-    served = how_served(known, {}, engine) if known else "what serves it is not known here"
-    flat = "" if known is None or "speculators" in engine.READS else ", from a flat config"
+    served = f"for {engine.TITLE}, {how_served(known, {}, engine)}" if known else "what serves it is not known here"
+    flat = (
+        ", from a flat config" if known and "speculators" not in engine.READS and engine.serves_kind(known, {}) else ""
+    )
     raise CheckpointError(f"{folder} is a {kind} speculator, not eagle3: {served}{flat}")
 
 

@@ -23,7 +23,7 @@ def check_layer_ids(subject: Subject) -> Finding:
         )
     if feeds_one(subject):
         return skipped(name, SHIFTED, "not checked: a head of one feature names no layers (see aux-hidden-state)")
-    fault = _cannot_capture(subject)
+    fault = _cannot_capture(subject) or _unread(subject)
     if fault is not None:
         return fault
     given = subject.engine.layer_ids(subject.served)
@@ -40,9 +40,9 @@ def check_layer_ids(subject: Subject) -> Finding:
         return warned(
             name,
             DEFAULTED,
-            f"eagle_config names no layer ids{lost}: the engine guesses the inputs of layers 2, L/2 and L-3{guess}",
-            "name the trained ids less one in eagle_config.eagle_aux_hidden_state_layer_ids, or pass "
-            f"--reference to compare{_not_exported(subject)}",
+            f"{_where(subject)} names no layer ids{lost}: the engine guesses the inputs of layers 2, L/2 and "
+            f"L-3{guess}",
+            f"{subject.engine.WORDS.name_ids}, or pass --reference to compare{_not_exported(subject)}",
         )
     if subject.target is None and subject.engine.copied_from_training(given) is not None:
         layers = subject.engine.copied_from_training(given)
@@ -153,6 +153,26 @@ def _cannot_capture(subject: Subject) -> Finding | None:
     return None
 
 
+def _where(subject: Subject) -> str:
+    """The object of the config that should name the layers."""
+    return subject.engine.WORDS.ids_key.rpartition(".")[0] or "the config"
+
+
+def _unread(subject: Subject) -> Finding | None:
+    """Ids that one form of the engine takes and another does not, where they are not what that one guesses."""
+    unread, given = subject.engine.ids_unread(subject.served), subject.engine.layer_ids(subject.served)
+    layers = subject.target_layers
+    if not unread or (layers is not None and given == subject.engine.default_inputs(layers)):
+        return None
+    guess = "2, L/2, L-3" if layers is None else subject.engine.default_inputs(layers)
+    return warned(
+        "layer-ids",
+        "layer-ids-ignored",
+        f"{unread}, and feeds the inputs of layers {guess} instead of {given}",
+        f"move the ids to {subject.engine.WORDS.ids_key} at the top of the config",
+    )
+
+
 def _of_speculators(subject: Subject) -> Finding:
     name, ids = "layer-ids", subject.trained_ids
     if ids is None:
@@ -192,7 +212,8 @@ def _of_speculators(subject: Subject) -> Finding:
     return passed(
         name,
         SHIFTED,
-        f"trained on the inputs of layers {ids}{'' if named else ' (the default)'}; SGLang counts outputs, "
+        f"trained on the inputs of layers {ids}{'' if named else ' (the default)'}; {subject.engine.TITLE} counts "
+        f"{subject.engine.WORDS.counts}, "
         f"so `eagle-trace export{' --target' if subject.target else ''}` writes {exported}"
         + (
             ""
@@ -225,7 +246,7 @@ def _against_training(subject: Subject, given: list[int] | None, inputs: list[in
     name, trained = "layer-ids", subject.trained_ids or []
     right = subject.engine.ids_that_capture(trained, subject.target_layers, subject.target_architecture)
     fix = (
-        f"set eagle_config.eagle_aux_hidden_state_layer_ids to {right}"
+        f"set {subject.engine.WORDS.ids_key} to {right}"
         if right
         else "no list makes the engine capture these layers: retrain with others"
     )
@@ -233,7 +254,7 @@ def _against_training(subject: Subject, given: list[int] | None, inputs: list[in
     if doubt:
         return _against_doubtful(subject, given, inputs, doubt)
     if inputs is None:
-        return warned(name, DEFAULTED, f"eagle_config names no layer ids, the draft was trained on {trained}", fix)
+        return warned(name, DEFAULTED, f"{_where(subject)} names no layer ids, the draft was trained on {trained}", fix)
     if inputs == trained:
         how = f"ids {given} make" if given else "with no ids named, its guess makes"
         return passed(
@@ -247,7 +268,7 @@ def _against_training(subject: Subject, given: list[int] | None, inputs: list[in
         return failed(
             name,
             DEFAULTED,
-            f"eagle_config names no layer ids: the engine guesses {inputs}, the draft was trained on {trained}",
+            f"{_where(subject)} names no layer ids: the engine guesses {inputs}, the draft was trained on {trained}",
             fix,
         )
     copied = " (copied as they are: speculators counts inputs, SGLang outputs)" if given == trained else ""

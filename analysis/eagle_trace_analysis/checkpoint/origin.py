@@ -89,7 +89,7 @@ def open_draft(place: Path) -> Checkpoint:
     Raises:
         CheckpointError: it is none of these.
     """
-    if place.is_dir() and _is_state(place):
+    if place.is_dir() and is_state_folder(place):
         return _open_state(place)
     return open_checkpoint(place, index_alone=True)
 
@@ -109,7 +109,7 @@ def open_reference(place: Path, origin: Origin | None) -> Reference:
         return _config_alone(place, _json(place), origin)
     if place.is_file():
         raise CheckpointError(f"{place} is not a folder: give a checkpoint's folder, or a draft's config.json")
-    if place.is_dir() and _is_state(place):
+    if place.is_dir() and is_state_folder(place):
         found = _open_state(place)
         return Reference(found, found.config, specforge)
     if place.is_dir() and not has_weights(place) and (place / "config.json").is_file():
@@ -148,7 +148,8 @@ def _json(file: Path) -> dict[str, Any]:
     return found
 
 
-def _is_state(folder: Path) -> bool:
+def is_state_folder(folder: Path) -> bool:
+    """Whether a folder is what SpecForge leaves in training, and is no draft's yet."""
     return not (folder / "config.json").is_file() and (folder / STATE_FILE).is_file()
 
 

@@ -27,6 +27,7 @@ def render_text(result: CheckResult, console: Console) -> None:
     console.print(Text(f"{result.draft} ({result.format} format)", style="bold"))
     if result.trainer:
         console.print(Text(printable(result.trainer), style="dim"))
+    console.print(Text(printable(_judged_for(result))), soft_wrap=True)
     for finding in _ordered(result):
         _print_finding(finding, console)
     if result.changes:
@@ -43,7 +44,14 @@ def render_brief(result: CheckResult, console: Console) -> None:
     for finding in _ordered(result):
         if finding.status in (Status.FAIL, Status.WARN):
             _print_finding(finding, console)
+    if result.why:
+        console.print(Text(printable(_judged_for(result))), soft_wrap=True)
     console.print(Text(f"check: {summary(result)}", style="bold red" if result.exit_status else ""))
+
+
+def _judged_for(result: CheckResult) -> str:
+    """Which engine, and why this one where nobody named it."""
+    return f"judged for {result.engine}" + (f": {result.why}" if result.why else "")
 
 
 def render_stop(found: Sequence[Finding], console: Console) -> None:
