@@ -41,9 +41,8 @@ lint: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# a process for each core: threads of their own would only wait for each other, at twice the time
 unit: $(STAMP)
-	OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'not integration and not vllm' -n auto
+	$(BIN)/python -m pytest -m 'not integration and not vllm' -n auto
 
 integration: $(STAMP)
 	$(BIN)/python -m pytest -m integration

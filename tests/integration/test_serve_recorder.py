@@ -194,23 +194,23 @@ def test_bad_input_is_refused_before_anything_starts(
 
 
 def test_a_server_that_dies_while_starting_is_reported_with_its_last_lines(
-    tmp_path: Path, deployed: Path, four_prompts: Path
+    tmp_path: Path, deployed: Path, four_prompts: Path, warm: Warm
 ) -> None:
     from eagle_trace_serving.record import record
 
-    with pytest.raises(HostError, match=r"(?s)ended before.*no-such-option"):
+    with warm(), pytest.raises(HostError, match=r"(?s)ended before.*no-such-option"):
         record(**asked(tmp_path, deployed, four_prompts, host_args=("--no-such-option",)))
     assert not (tmp_path / "out").exists()
 
 
 def test_a_plugin_that_is_not_loaded_is_noticed(
-    tmp_path: Path, deployed: Path, four_prompts: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, deployed: Path, four_prompts: Path, monkeypatch: pytest.MonkeyPatch, warm: Warm
 ) -> None:
     from eagle_trace_serving.record import record
 
     # SGLang then cannot run EAGLE on this CPU either, so what is seen is a host that dies or a recorder that is silent
     monkeypatch.setenv("SGLANG_PLUGINS", "somebody_else")
-    with pytest.raises(HostError, match=r"recorder did not report|ended before"):
+    with warm(), pytest.raises(HostError, match=r"recorder did not report|ended before"):
         record(**asked(tmp_path, deployed, four_prompts))
 
 

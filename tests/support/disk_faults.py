@@ -35,6 +35,8 @@ def hook() -> None:
     if QUEUE in os.environ:
         # written to at once, so that it fills while the disk hangs and not at the seal, however fast a server answers
         writer.QUEUE_BYTES, writer.FLUSH_SECONDS = int(os.environ[QUEUE]), 0.0
+        # what a slow disk has not taken soon after the end is left out, so that nobody waits for it here
+        writer.HURRY_SECONDS = 4.0
     for owner, name in PLACES:
         setattr(owner, name, behind(getattr(owner, name)))
 
