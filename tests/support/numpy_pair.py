@@ -72,6 +72,10 @@ class Doing:
         unmapped: behind the first one, draft steps go on from draft ids.
         carry: (root, path) -> the row whose carry a draft step starts from.
         slot: (root, path) -> places that the row's key is written to besides its own.
+        chunk: tokens of a prompt that are computed at once; None for all.
+        skipped: roots that the draft is not run for and whose slots stay empty, drafts below them included.
+        behind: step -> empty slots behind its own that a row sees.
+        refuses: verification accepts no draft.
         d2t: offsets used.
         damage: (site, values) -> values, a fault of one site alone.
     """
@@ -101,6 +105,10 @@ class Doing:
     feature: Callable[[int, int], int] = lambda root, _round: root
     carry: Callable[[int, Path_], Key] = lambda root, path: (root, path[:-1])
     slot: Callable[[int, Path_], Sequence[int]] = lambda _root, _path: ()
+    chunk: int | None = None
+    skipped: Sequence[int] = ()
+    behind: Callable[[int], int] = lambda _step: 0
+    refuses: bool = False
     d2t: Any = None
     damage: Callable[[str, F64], F64] | None = None
     target: Target = field(default_factory=lambda: demo_target())
@@ -137,6 +145,11 @@ class Runner:
     def run(self, keys: list[Key], *, server: bool, kept: frozenset[int] = frozenset()) -> None:
         """One forward over rows of one step; slots of `kept` positions are not overwritten."""
         do, out = self.do, {}
+        if server:
+            self.slots |= {root: self._empty() for root, _ in keys if root in do.skipped}
+            keys = [key for key in keys if key[0] not in do.skipped]
+        if not keys:
+            return
         step = len(keys[0][1])
 
         def keep(site: str, values: F64) -> F64:
@@ -215,6 +228,7 @@ class Runner:
             if server:
                 # the rows of the call itself come from memory, those before it from the cache
                 seen = [own.get(p, self.slots[p]) if not path else self.slots[p] for p in range(place + 1)]
+                seen += [self._empty()] * self.do.behind(len(path))
             else:
                 seen = [self._of(root_, ()) if root_ not in own else own[root_] for root_ in range(root + 1)]
                 seen += [self._of(root, path[:s]) for s in range(1, len(path))] + ([(k[row], v[row])] if path else [])
@@ -222,6 +236,10 @@ class Runner:
             keys_seen, values_seen = (np.stack(part) for part in zip(*seen, strict=True))
             out.append(attend(q[row], keys_seen, values_seen, self.heads, self.kv_heads))
         return np.stack(out)
+
+    def _empty(self) -> tuple[F64, F64]:
+        width = self.kv_heads * self.size
+        return np.zeros(width), np.zeros(width)
 
     def _of(self, root: int, path: tuple[int, ...]) -> tuple[F64, F64]:
         row = self.done[root, path]
@@ -247,9 +265,15 @@ def serve_prompt(runner: Runner, prompt_tokens: int) -> list[dict[str, Any]]:
             runner.slots[root] = k * factor, v
             del runner.done[root, ()]
         runner.batches.clear()
-    runner.run([(root, ()) for root in range(first, prompt_tokens)], server=True)
+    size = do.chunk or prompt_tokens
+    for start in range(first, prompt_tokens, size):
+        runner.run([(root, ()) for root in range(start, min(start + size, prompt_tokens))], server=True)
     root = prompt_tokens - 1
     while root + 2 + STEPS < len(tokens):
+        if root in do.skipped:
+            root += 1
+            runner.run([(root, ())], server=True)
+            continue
         path: Path_ = ()
         runner.round = len(rounds) + 1
         for _ in range(1, STEPS):
@@ -257,7 +281,7 @@ def serve_prompt(runner: Runner, prompt_tokens: int) -> list[dict[str, Any]]:
             runner.run([(root, path)], server=True)
         proposed = (*path, runner.best(root, path))
         count = 0
-        while count < STEPS and proposed[count] == tokens[root + 2 + count]:
+        while not do.refuses and count < STEPS and proposed[count] == tokens[root + 2 + count]:
             count += 1
         accepted = tokens[root + 2 : root + 2 + count]
         rounds.append({

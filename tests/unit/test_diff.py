@@ -11,6 +11,7 @@ import pytest
 
 from eagle_trace import Trace, open_trace
 from eagle_trace.capture import Rows
+from eagle_trace.errors import IncomparableError
 from eagle_trace.manifest import Manifest
 from eagle_trace.writer import TraceWriter, prepare_output
 from eagle_trace_analysis import Diff, diff
@@ -231,6 +232,18 @@ def test_agreement_of_which_no_number_speaks_is_none(tmp_path: Path) -> None:
     result = diff(*made)
     assert result.exit_status == 2
     assert "no values were compared" in str(result.incomparable)
+
+
+def test_drafts_of_two_families_are_not_compared(tmp_path: Path) -> None:
+    made = []
+    for family in ("eagle3", "eagle3-mla"):
+        out = tmp_path / family
+        prepare_output(out)
+        writer = TraceWriter(out, Manifest("serve", "values", "test", draft={"family": family}))
+        made.append(open_trace(writer.seal()))
+    assert [trace.family.name for trace in made] == ["eagle3", "eagle3-mla"]
+    with pytest.raises(IncomparableError, match=r"eagle3 is of .* family eagle3, .* of the family eagle3-mla: they"):
+        diff(*made)
 
 
 def test_two_dtypes_are_said_to_be_two(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,8 +13,8 @@ import pytest
 
 from eagle_trace import families
 from eagle_trace.errors import UsageError
-from eagle_trace.families import EAGLE3, Family, Site
-from eagle_trace.sites import draft_sites, forward_order, known_site, site_of_parameter, sites_of
+from eagle_trace.families import EAGLE3, EAGLE3_MLA, FAMILIES, Family, Site
+from eagle_trace.sites import draft_sites, family_of, forward_order, known_site, site_of_parameter, sites_of
 from eagle_trace_analysis.checkpoint.check import check
 from eagle_trace_analysis.checkpoint.export import export
 from eagle_trace_analysis.checkpoint.finding import Finding, Status
@@ -109,19 +110,69 @@ def test_a_flat_config_is_no_trainers() -> None:
 
 
 def test_a_second_family_needs_a_list_of_its_sites(monkeypatch: pytest.MonkeyPatch) -> None:
-    latent = Site("layer.0.attn.kv_a", ("L",), "value", "all", ("token",), meaning="latent", product=True)
-    other = Family("latent", lambda n, layers: [*EAGLE3.sites(n, layers)[:3], latent])
+    state = Site("layer.0.mixer.state", ("L",), "value", "all", ("token",), meaning="recurrent state", product=True)
+    other = Family("recurrent", lambda n, layers: [*EAGLE3.sites(n, layers)[:3], state])
     monkeypatch.setattr("eagle_trace.sites.FAMILIES", (*families.FAMILIES, other))
-    assert sites_of(["token", "layer.0.attn.kv_a"])[-1] is latent
+    assert sites_of(["token", "layer.0.mixer.state"])[-1] is state
     assert sites_of(["token", "layer.0.attn.q"]) == draft_sites(0, 1)
     assert steps_of(other) == {}
     with pytest.raises(ValueError, match="not the name of a site: nonsense"):
         sites_of(["nonsense"])
 
 
-def test_every_step_of_a_family_is_a_site_of_it() -> None:
-    names = {site.name.removeprefix("layer.0.") for site in draft_sites()}
-    assert set(steps_of(EAGLE3)) <= names
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_every_step_of_a_family_is_a_site_of_it(family: Family) -> None:
+    names = {site.name.removeprefix("layer.0.") for site in draft_sites(family=family)}
+    assert set(steps_of(family)) <= names
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_every_site_is_computed_from_sites_before_it(family: Family) -> None:
+    sites = draft_sites(3, 2, family)
+    names = [site.name for site in sites]
+    assert len(set(names)) == len(names)
+    for place, site in enumerate(sites):
+        assert set(site.inputs) <= set(names[:place]), site.name
+        assert set(site.carried) <= set(names), site.name
+        assert site.meaning
+    read = {name for site in sites for name in (*site.inputs, *site.carried)}
+    assert set(names) - read <= {"topk.target_id", "target.hidden.0", "target.hidden.1", "target.hidden.2"}
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_forward_order_is_that_of_every_family(family: Family) -> None:
+    names = [site.name for site in draft_sites(3, 2, family)]
+    assert forward_order(reversed(names)) == names
+
+
+def test_families_differ_in_their_attention_alone() -> None:
+    plain, latent = (draft_sites(3, 2, family) for family in (EAGLE3, EAGLE3_MLA))
+    apart = {site.name for site in {*plain} ^ {*latent}}
+    assert {re.sub(r"^layer\.\d\.", "", name) for name in apart} == {
+        "attn.q_a", "attn.kv_a", "attn.q_a_norm", "attn.kv_a_norm", "attn.q", "attn.k", "attn.v", "attn.q_rope",
+        "attn.k_rope", "attn.context",
+    }  # fmt: skip
+    # tables that know a site by its name alone are right for both
+    shared = {site.name: site for site in plain}
+    for site in latent:
+        if site.name in shared:
+            assert site.rotated == shared[site.name].rotated
+            assert site.kept == shared[site.name].kept
+
+
+def test_the_family_of_a_trace_is_the_one_it_names_or_the_one_that_has_its_sites() -> None:
+    assert family_of(["hidden", "layer.0.attn.kv_a"]) is EAGLE3_MLA
+    assert family_of(["hidden", "layer.0.attn.v"]) is EAGLE3
+    assert family_of(["hidden", "layer.0.attn.q"]) is EAGLE3
+    assert family_of(["hidden", "layer.0.attn.q"], "eagle3-mla") is EAGLE3_MLA
+    assert family_of(["hidden", "layer.0.attn.kv_a"], "of a later version") is EAGLE3_MLA
+
+
+def test_every_parameter_of_latent_attention_shows_at_its_site() -> None:
+    parts = {"q_a_proj": "q_a", "kv_a_proj_with_mqa": "kv_a", "q_a_layernorm": "q_a_norm",
+             "kv_a_layernorm": "kv_a_norm", "q_b_proj": "q", "kv_b_proj": "context", "o_proj": "out"}  # fmt: skip
+    for module, site in parts.items():
+        assert site_of_parameter(f"layers.0.self_attn.{module}.weight") == f"layer.0.attn.{site}"
 
 
 def test_every_parameter_of_a_draft_shows_at_a_site_that_is_there() -> None:

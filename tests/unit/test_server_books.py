@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,9 +15,12 @@ from eagle_trace.capture import Rows
 from eagle_trace.manifest import Manifest
 from eagle_trace.writer import TraceWriter, prepare_output
 from eagle_trace_analysis import diff
-from eagle_trace_analysis.causes.fed_tokens import check
+from eagle_trace_analysis.causes.base import Outcome
+from eagle_trace_analysis.causes.fed_tokens import check, check_chunks
 from eagle_trace_analysis.comparison.acceptance import accept_length, contradiction
 from eagle_trace_analysis.comparison.result import AcceptLength
+from eagle_trace_analysis.engines import SGLANG
+from eagle_trace_analysis.evidence.context import Context
 from eagle_trace_training.replay import replay_tasks
 from tests.support.synthetic import Side, make_prompts, write_trace
 
@@ -38,11 +42,11 @@ ROUNDS = [
 ]
 
 
-def served(path: Path, fed: dict[int, int], *, finished: bool = True) -> Trace:
+def served(path: Path, fed: dict[int, int], *, finished: bool = True, more: Sequence[Any] = ()) -> Trace:
     """A serve trace of rows without values; `fed` are the tokens fed otherwise, by row."""
     prepare_output(path)
     writer = TraceWriter(path, Manifest("serve", "shapes", "sglang", created="2026-01-01T00:00:00+00:00"))
-    for number, (call, root, token, chain, round_) in enumerate(ROWS):
+    for number, (call, root, token, chain, round_) in enumerate([*ROWS, *more]):
         writer.put_rows(
             Rows.build(
                 prompt_id=[0],
@@ -71,8 +75,11 @@ def test_a_replay_runs_what_the_target_committed_whatever_the_draft_was_fed(tmp_
     assert task.chains == ((5, (21,)), (5, (21, 99)), (7, (77,)), (7, (77, 78)))
 
 
-def said(trace: Trace) -> Any:
-    return check(SimpleNamespace(serve=trace))  # type: ignore[arg-type]
+def said(trace: Trace, check: Callable[[Context], Outcome] = check) -> Outcome:
+    """What a cause says when the one about chunks has looked before it."""
+    context: Any = SimpleNamespace(serve=trace, engine=SGLANG)
+    context.confirms = lambda _: check_chunks(context).verdict == "confirmed"
+    return check(context)
 
 
 def test_a_server_that_feeds_what_it_committed_is_ruled_out(tmp_path: Path) -> None:
@@ -88,7 +95,7 @@ def test_a_server_that_feeds_what_it_committed_is_ruled_out(tmp_path: Path) -> N
             "1 of 1 rows at the end of a prompt's chunk are fed another token than the one due: the token before",
         ),
         ({2: 14}, "the token behind it"),
-        ({2: 15}, "the last token of the prompt"),
+        ({1: 15, 9: 15}, "the last token of the prompt"),
         ({1: 40, 4: 40}, "2 of 4 rows inside a prompt are fed another token than the one due: always token 40"),
         ({5: 3}, "1 of 1 rows of the first token behind a prompt"),
         ({9: 21, 12: 22}, "2 of 2 rows of the bonus token after a verify round"),
@@ -102,6 +109,29 @@ def test_rows_that_are_fed_another_token_are_named_and_what_they_are_fed(
     found = said(served(tmp_path / "s", fed))
     assert (found.verdict, found.site) == ("confirmed", "token")
     assert words in found.evidence
+
+
+@pytest.mark.parametrize(
+    ("fed", "chunks", "others"),
+    [
+        ({}, "ruled_out", "ruled_out"),
+        ({2: 15}, "confirmed", "ruled_out"),
+        ({2: 15, 9: 21}, "confirmed", "confirmed"),
+        ({2: 14}, "ruled_out", "confirmed"),
+        ({9: 15}, "ruled_out", "confirmed"),
+    ],
+)
+def test_a_chunk_that_ends_with_the_prompts_last_token_is_a_cause_of_its_own(
+    tmp_path: Path, fed: dict[int, int], chunks: str, others: str
+) -> None:
+    trace = served(tmp_path / "s", fed)
+    assert (said(trace, check_chunks).verdict, said(trace).verdict) == (chunks, others)
+
+
+def test_drafts_below_a_chunk_are_not_those_of_the_first_round(tmp_path: Path) -> None:
+    drafted_early = (1, 2, 50, (50,), 1)
+    trace = served(tmp_path / "s", {}, more=[drafted_early])
+    assert said(trace).verdict == "ruled_out"
 
 
 @pytest.mark.parametrize(

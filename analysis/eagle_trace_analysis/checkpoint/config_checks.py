@@ -28,7 +28,7 @@ def check_format(subject: Subject) -> Finding:
     if kind is not None:
         said = f"architectures is {architectures}, and " if architectures else ""
         left = [name for name in subject.checkpoint.unlisted if not name.endswith(".safetensors")]
-        skips = f"; SGLang loads the safetensors alone and leaves {', '.join(left[:3])}" if left else ""
+        skips = f"; {subject.engine.TITLE} loads the safetensors alone and leaves {', '.join(left[:3])}" if left else ""
         if kind.fits:
             return skipped(
                 "format",

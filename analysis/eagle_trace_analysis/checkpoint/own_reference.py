@@ -40,6 +40,22 @@ def write_own_reference(deployed: Path, out: Path, *, target: Path) -> None:
             f"{deployed} cannot be its own reference: {'; '.join(lacking)}. "
             f"{NEEDS_TRAINED[0].upper()}{NEEDS_TRAINED[1:]}"
         )
+    _write(subject, out)
+
+
+def translate(draft: Path, out: Path, *, target: Path) -> None:
+    """The same for an engine that loads speculators format and is to serve a draft in SGLang's.
+
+    Raises:
+        CheckpointError: speculators has no form of it; the sentence says what is missing.
+    """
+    subject = open_subject(draft, target, None)
+    if lacking := what_is_missing(subject):
+        raise CheckpointError(f"{draft} cannot be written in speculators format: {'; '.join(lacking)}")
+    _write(subject, out)
+
+
+def _write(subject: Subject, out: Path) -> None:
     tensors = _tensors(subject)
     out.mkdir(parents=True, exist_ok=True)
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})

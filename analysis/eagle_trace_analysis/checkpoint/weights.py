@@ -122,14 +122,16 @@ def same_rows(
 
 
 def check_embedding(subject: Subject) -> Finding:
-    """The draft's own embedding, which SGLang replaces by the target's."""
-    name, cause = "embedding", "embedding-replaced"
+    """The draft's own embedding, which an engine may replace by the target's."""
+    name, cause, title = "embedding", "embedding-replaced", subject.engine.TITLE
     own = subject.tensors.get("embed_tokens.weight")
     fix = "train without embed_requires_grad, or serve with an engine that loads the draft's own embedding"
     if own is None:
-        return passed(name, cause, "the draft ships none: SGLang shares the target's")
+        return passed(name, cause, f"the draft ships none: {title} shares the target's")
     if keeps_own_embedding(subject):
-        return passed(name, cause, "target_hidden_size differs from hidden_size, so SGLang keeps the draft's own")
+        return passed(name, cause, f"target_hidden_size differs from hidden_size, so {title} keeps the draft's own")
+    if not subject.engine.REPLACES_EMBEDDING:
+        return passed(name, cause, f"{title} keeps the draft's own where it is not the target's")
     gap = subject.gap("embedding")
     if gap is not None:
         return failed(name, cause, gap.why, gap.fix)
@@ -144,7 +146,7 @@ def check_embedding(subject: Subject) -> Finding:
         return skipped(
             name,
             cause,
-            "SGLang replaces the draft's own by the target's: give --target with weights to compare the two",
+            f"{title} replaces the draft's own by the target's: give --target with weights to compare the two",
         )
     if len(own.shape) != 2 or own.shape[1] != theirs.shape[1] or own.shape[0] > theirs.shape[0]:
         return failed(
@@ -159,7 +161,7 @@ def check_embedding(subject: Subject) -> Finding:
         return failed(
             name,
             cause,
-            f"{figures} (relative L2 difference {error:.2g}); SGLang replaces it by the target's",
+            f"{figures} (relative L2 difference {error:.2g}); {title} replaces it by the target's",
             f"{fix}; or see whether this is the target",
         )
     return passed(name, cause, f"{figures}: replacing it changes nothing")

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from eagle_trace.capture import LEVELS
 from eagle_trace.errors import IncomparableError
 from eagle_trace.reader import Trace
-from eagle_trace.sites import TOPK_SITES, Site, sites_of
+from eagle_trace.sites import TOPK_SITES, Site, family_of, sites_of
 from eagle_trace_analysis.comparison.acceptance import accept_length, contradiction
 from eagle_trace_analysis.comparison.checks import (
     Shapes,
@@ -87,15 +87,25 @@ def diff(
         tolerance: how many times its rounding floor the error of a site may be.
 
     Raises:
-        IncomparableError: `floors` is of no use here.
+        IncomparableError: the drafts are of different families, or `floors` is of no use here.
         TraceError: a file cannot be read.
     """
     train, serve = in_order(reference, other)
+    _check_families(train, serve)
     if floors is not None:
         _check_floors(train, floors)
     comparison = _Comparison(train, serve, executor or Threads(), floors, tolerance)
     found = comparison.run(minimum_share)
     return replace(found.roles.said(found), figures=comparison.figures)
+
+
+def _check_families(train: Trace, serve: Trace) -> None:
+    said = [trace.manifest.draft.get("family") for trace in (train, serve)]
+    if all(said) and said[0] != said[1]:
+        raise IncomparableError(
+            f"{train.path} is of a draft of the family {said[0]}, {serve.path} of the family {said[1]}: they compute "
+            "different things; record the same draft on both sides"
+        )
 
 
 def _check_floors(train: Trace, floors: Trace) -> None:
@@ -174,10 +184,15 @@ class _Comparison:
                 self.notes.append(Note("unknown-site", f"{name} is no site this version knows: left out"))
             else:
                 known.add(name)
+        said = [trace.manifest.draft.get("family") for trace in (self.train, self.serve)]
+        family = family_of(sorted(known), said[0] or said[1])
+        sites, others = family.sites_of(known)
+        for name in others:
+            self.notes.append(Note("unknown-site", f"{name} is no site of the family {family.name}: left out"))
         for side in self.shapes:
-            for name in names - known:
+            for name in names - known.difference(others):
                 side.pop(name, None)
-        return sites_of(sorted(known))
+        return sites
 
     def _nothing_in_common(self) -> str | None:
         alignment = self.alignment

@@ -32,6 +32,30 @@ class Gap:
     fix: str
 
 
+@dataclass(frozen=True)
+class Words:
+    """What advice calls an engine's options and keys.
+
+    Attributes:
+        ids_key: the key of a draft's config that names the target layers.
+        counts: what an id is of its layer, ``inputs`` or ``outputs``; a training counts inputs.
+        whole_prompts: the fix of a prefill in chunks that goes wrong.
+        no_prefix_cache: the option that turns the prefix cache off.
+        run_all_drafts: the fix of rows that the draft was not run for near the longest context.
+    """
+
+    ids_key: str
+    counts: str
+    whole_prompts: str
+    no_prefix_cache: str
+    run_all_drafts: str
+
+    @property
+    def name_ids(self) -> str:
+        """What to do where no ids are named."""
+        return f"name the trained ids{' less one' if self.counts == 'outputs' else ''} in {self.ids_key}"
+
+
 class Scheme(Protocol):
     """What the engine holds for the matrices of a quantised draft; names of modules are trained ones."""
 
@@ -92,8 +116,16 @@ class Engine(Protocol):
         """Trainers whose format the engine reads as it is."""
 
     @property
+    def REPLACES_EMBEDDING(self) -> bool:
+        """Whether a draft of the target's width computes with the target's embedding, whatever it ships."""
+
+    @property
     def OTHER_NAMES(self) -> Mapping[str, Collection[str]]:
         """Names of other engines for a draft with the same layer, which this one does not know: engine -> names."""
+
+    @property
+    def WORDS(self) -> Words:
+        """What advice calls its options and keys."""
 
     @property
     def STACKED(self) -> Mapping[str, Sequence[str]]:
@@ -151,6 +183,9 @@ class Engine(Protocol):
 
     def layer_ids(self, config: Config) -> Any:
         """The layer ids that the engine reads from a config, as they stand there; None if it names none."""
+
+    def ids_unread(self, config: Config) -> str:
+        """Which form of the engine does not read the ids that `layer_ids` finds, in a clause; empty if all do."""
 
     def default_inputs(self, layers: int) -> list[int]:
         """Target layers whose inputs are fed where the config names none."""

@@ -245,6 +245,11 @@ class Context:
         found = self.failed(name)
         return found.fix if found is not None and found.fix else otherwise
 
+    def confirms(self, cause: str) -> bool:
+        """Whether a cause that looked before this one is confirmed."""
+        found = self.outcomes.get(cause)
+        return found is not None and found.verdict == "confirmed"
+
     # ---- replay --------------------------------------------------------------------------------------------
 
     @cached_property

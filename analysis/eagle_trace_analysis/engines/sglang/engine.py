@@ -23,6 +23,8 @@ ARCHITECTURE = "LlamaForCausalLMEagle3"
 ARCHITECTURES = frozenset({ARCHITECTURE})
 #: formats of trainers that the engine reads as they are
 READS: frozenset[str] = frozenset()
+#: a draft of the target's width computes with the target's embedding, whatever it ships
+REPLACES_EMBEDDING = True
 #: what other engines call a draft with the very same layer
 OTHER_NAMES = {
     "vLLM": frozenset({

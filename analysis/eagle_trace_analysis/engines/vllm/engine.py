@@ -30,6 +30,8 @@ ARCHITECTURES = frozenset({
 OTHER_NAMES: Mapping[str, Collection[str]] = {}
 #: formats that the engine reads as they are
 READS = frozenset({"speculators"})
+#: the target's embedding is shared only where the draft ships none, or the same
+REPLACES_EMBEDDING = False
 
 with_defaults = shared.with_defaults
 rope_settings = shared.rope_settings
