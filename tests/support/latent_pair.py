@@ -81,6 +81,9 @@ class LatentRunner(Runner):
         turned = np.stack([both.real, both.imag], axis=-1)
         return (turned if self.do.layout == "pairs" else turned.swapaxes(2, 3)).reshape(x.shape)
 
+    def _empty(self) -> tuple[F64, F64]:
+        return np.zeros(self.do.config["qk_rope_head_dim"]), np.zeros(self.do.config["kv_lora_rank"])
+
     def attended(self, q: F64, keys: F64, values: F64) -> F64:
         """One query row over keys [N, R] and latents [N, L]."""
         do = self.do

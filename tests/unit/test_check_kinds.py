@@ -33,7 +33,7 @@ def test_a_draft_with_latent_attention_is_not_failed_where_its_class_is_not_know
     assert result.exit_status == 0
     finding = named(result, "format")
     assert finding.status is Status.SKIP
-    assert "of vLLM's classes this command knows Eagle3LlamaForCausalLM only" in finding.evidence
+    assert "This command knows Eagle3LlamaForCausalLM only" in finding.evidence
     assert "nothing else was checked" in finding.evidence
 
 

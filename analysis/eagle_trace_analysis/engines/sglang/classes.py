@@ -6,13 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from eagle_trace_analysis.engines.base import Engine
-
-LATENT = "Eagle3DeepseekV2ForCausalLM"
+from eagle_trace_analysis.engines.sglang.kinds import loads_kind
 
 
 def other_class(config: Mapping[str, Any]) -> Engine | None:
     """The tables of another class than the llama one, if a draft's flat config names it."""
     from eagle_trace_analysis.engines.sglang import latent
 
-    named = config.get("architectures")
-    return latent if isinstance(named, list) and named[:1] == [LATENT] else None
+    return latent if loads_kind("latent", config) else None

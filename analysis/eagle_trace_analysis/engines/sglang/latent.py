@@ -19,7 +19,7 @@ from eagle_trace_analysis.engines.sglang import accepts, schemes
 from eagle_trace_analysis.engines.sglang import engine as plain
 from eagle_trace_analysis.engines.sglang import gaps as plain_gaps
 from eagle_trace_analysis.engines.sglang.accepts import config_class, positions, target_refusals
-from eagle_trace_analysis.engines.sglang.classes import LATENT, other_class
+from eagle_trace_analysis.engines.sglang.classes import other_class
 from eagle_trace_analysis.engines.sglang.engine import (
     ENGINE,
     NAME,
@@ -42,6 +42,7 @@ from eagle_trace_analysis.engines.sglang.engine import (
     skips_fc,
     uses_aux_hidden_state,
 )
+from eagle_trace_analysis.engines.sglang.kinds import LATENT, loads_kind, serves_kind
 from eagle_trace_analysis.engines.sglang.schemes import SIDE_FILES, read_quantisation, scheme_of
 from eagle_trace_analysis.engines.sglang.target_classes import (
     feeds_since,
@@ -58,10 +59,10 @@ __all__ = [
     "READS", "REPLACES_EMBEDDING", "SIDE_FILES", "STACKED", "TITLE", "WORDS", "attention_words", "canonical_name",
     "captured_inputs", "computes_nothing", "config_class", "copied_from_serving", "copied_from_training",
     "default_inputs", "destinations", "entering_norm", "fc_norm", "fed_width", "feeds_since", "flat_config", "gaps",
-    "ids_that_capture", "ids_unread", "is_known_target", "last_input", "layer_ids", "layer_of", "norm_before_fc",
-    "num_aux_hidden_states", "other_class", "parameters", "positions", "quantisation_refused", "read_quantisation",
-    "refusals", "repaired", "rope_settings", "scheme_of", "skips_fc", "target_class", "target_refusals",
-    "uses_aux_hidden_state", "why_it_cannot_serve", "with_defaults",
+    "ids_that_capture", "ids_unread", "is_known_target", "last_input", "layer_ids", "layer_of", "loads_kind",
+    "norm_before_fc", "num_aux_hidden_states", "other_class", "parameters", "positions", "quantisation_refused",
+    "read_quantisation", "refusals", "repaired", "rope_settings", "scheme_of", "serves_kind", "skips_fc",
+    "target_class", "target_refusals", "uses_aux_hidden_state", "why_it_cannot_serve", "with_defaults",
 ]  # fmt: skip
 
 ARCHITECTURE = LATENT
