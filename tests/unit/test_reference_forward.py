@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DeepseekV3Config
+from transformers import DeepseekV3Config, LlamaConfig
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention, DeepseekV3RotaryEmbedding
 
 from eagle_trace import open_trace
@@ -162,6 +162,42 @@ def test_a_folder_is_loaded_as_it_is_stored_and_every_site_has_the_width_its_con
     assert low.layers[0].self_attn.rotary.frequencies.dtype == torch.float32, "rounding these would turn all rows"
 
 
+def with_embedding(held: dict[str, Any]) -> None:
+    held["embed_tokens.weight"] = held["lm_head.weight"][:1].repeat(320, axis=0)
+
+
+@pytest.mark.parametrize(
+    ("latent_target", "named", "inputs"),
+    [(True, [1, 29, 57], [2, 30, 58]), (True, [2, 30, 58], [2, 30, 58]), (False, [2, 30, 58], [3, 31, 59])],
+)
+def test_target_layers_are_read_as_published_drafts_name_them(
+    tmp_path: Path, latent_target: bool, named: list[int], inputs: list[int]
+) -> None:
+    kind = DeepseekV3Config if latent_target else LlamaConfig
+    kind(num_hidden_layers=61, hidden_size=128).save_pretrained(tmp_path / "target")
+
+    def loaded(ids: list[int]) -> Any:
+        asked = {"eagle_aux_hidden_state_layer_ids": ids}
+        tensors = draft_tensors(draft_config())
+        with_embedding(tensors)
+        folder = write_checkpoint(tmp_path / "draft", draft_config(eagle_config=asked), tensors)
+        return load_draft(ReferenceForward(), folder, tmp_path / "target", "float32", "cpu")
+
+    assert loaded(named).layer_ids == inputs
+    with pytest.raises(CheckpointError, match=r"the target .* has 61 layers"):
+        loaded([*named[:2], 61])
+    with pytest.raises(CheckpointError, match=r"names the target layers .*, and its fc takes 3 of width 128"):
+        loaded(named[:2])
+
+
+def test_one_feature_that_is_asked_for_beside_an_fc_of_three_is_said(tmp_path: Path) -> None:
+    ids = {"eagle_aux_hidden_state_layer_ids": [1, 3, 4]}
+    folder = write_draft(tmp_path, with_embedding, eagle_config=ids | {"use_aux_hidden_state": False})
+    draft = load_draft(ReferenceForward(), folder, None, "float32", "cpu")
+    assert draft.layer_ids == [2, 4, 5]
+    assert "use_aux_hidden_state false, but fc takes 3 target layers" in draft.warnings[0]
+
+
 def without(name: str) -> Any:
     return lambda held: held.pop(name)
 
@@ -189,13 +225,10 @@ def without(name: str) -> Any:
 def test_what_it_cannot_compute_is_refused_in_one_sentence(
     tmp_path: Path, changes: dict[str, Any], edit: Any, said: str
 ) -> None:
-    def edited(held: dict[str, Any]) -> None:
-        held["embed_tokens.weight"] = held["lm_head.weight"][:1].repeat(320, axis=0)
-        if callable(edit):
-            edit(held)
-
     tensors = draft_tensors(draft_config())
-    edited(tensors)
+    with_embedding(tensors)
+    if callable(edit):
+        edit(tensors)
     folder = write_checkpoint(tmp_path / "draft", draft_config(**changes), tensors)
     with pytest.raises(CheckpointError, match=said) as caught:
         load_draft(ReferenceForward(), folder, None, "float32", "cpu")
