@@ -187,7 +187,7 @@ def rope_of(config: Mapping[str, Any], engine: Engine = SGLANG, trainer: Trainer
     settings = engine.rope_settings(config)
     if trainer is not None:
         settings = trainer.rope(config, settings)
-    known = ("rope_theta", "rope_type", "partial_rotary_factor")
+    known = ("rope_theta", "rope_type", "partial_rotary_factor", "rope_interleave")
     rest = {key: value for key, value in settings.items() if key not in known}
     kind, theta = str(settings["rope_type"]), float(settings["rope_theta"])
     if kind in _OF_A_LENGTH or (kind != "default" and config.get("kv_lora_rank") is not None):
