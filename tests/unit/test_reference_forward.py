@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transformers import DeepseekV3Config, LlamaConfig
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention, DeepseekV3RotaryEmbedding
 
@@ -17,12 +19,14 @@ from eagle_trace.families import EAGLE3_MLA
 from eagle_trace.recording.hooks import Hooks
 from eagle_trace_analysis import diff
 from eagle_trace_analysis.diagnosis.diagnose import diagnosed
+from eagle_trace_analysis.replay.form import form_of
 from eagle_trace_reference.host import HOST
 from eagle_trace_reference.load import load_draft
-from eagle_trace_reference.model import LatentAttention, LatentDraft, Memory
-from eagle_trace_reference.shape import Shape, Yarn
+from eagle_trace_reference.model import LatentAttention, LatentDraft, Memory, frequencies
+from eagle_trace_reference.shape import Shape, Yarn, shape_of
 from eagle_trace_reference.trainer import ReferenceForward
 from eagle_trace_training.numerics import computing_in, raise_dtype
+from eagle_trace_training.published import Published
 from tests.support.checkpoints import write_checkpoint
 from tests.support.latent import draft_config, draft_tensors, write_draft
 from tests.support.latent_faults import HEALTHY
@@ -271,3 +275,45 @@ def test_it_agrees_with_a_server_that_absorbs_in_numpy_on_that_servers_tokens(tm
     judged = {(one.site, one.step): one.verdict for one in result.diagnosis.replay}
     assert set(judged.values()) == {"reproduced"}
     assert {("layer.0.attn.context", step) for step in range(3)} <= set(judged)
+
+
+SCALINGS = st.none() | st.fixed_dictionaries(
+    {"type": st.sampled_from(["yarn", "deepseek_yarn"]), "factor": st.floats(1.0, 80.0)},
+    optional={
+        "original_max_position_embeddings": st.sampled_from([16, 128, 4096, 32768]), "beta_fast": st.just(32.0),
+        "beta_slow": st.floats(0.5, 2.0), "mscale": st.floats(0.1, 2.0), "mscale_all_dim": st.floats(0.0, 2.0),
+    },
+)  # fmt: skip
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    scaling=SCALINGS,
+    theta=st.none() | st.floats(2.0, 1e7),
+    rope=st.sampled_from([8, 16, 64]),
+    interleave=st.none() | st.booleans(),
+    as_parameters=st.booleans(),
+    beside=st.none() | st.just(2048),
+)
+def test_a_config_means_the_same_to_the_reference_forward_and_to_the_recomputed_steps(
+    scaling: dict[str, Any] | None, theta: float | None, rope: int, interleave: bool | None, as_parameters: bool,
+    beside: int | None,
+) -> None:  # fmt: skip
+    changes: dict[str, Any] = {"qk_rope_head_dim": rope, "rope_interleave": interleave, "rope_theta": theta}
+    changes |= {"rope_scaling": scaling, "original_max_position_embeddings": beside}
+    if as_parameters:
+        # transformers 5 writes them so
+        own = {"rope_type": "default"} if scaling is None else {"rope_type": "yarn", **scaling}
+        own.pop("type", None)
+        changes |= {"rope_scaling": None, "rope_theta": None}
+        changes["rope_parameters"] = own | ({} if theta is None else {"rope_theta": theta})
+    config = draft_config(**changes)
+    shape = shape_of(Published(Path("draft"), config, {"fc.weight": torch.empty(128, 384)}))
+    form = form_of(config)
+    assert form.latent is not None
+    assert (form.head_dim, form.latent.nope, form.rope.interleaved) == (shape.rope, shape.nope, shape.interleaved)
+    assert form.on_scores == pytest.approx(shape.scale, rel=1e-12)
+    found = form.rope.frequencies(form.head_dim)
+    assert found is not None
+    assert found[1] == pytest.approx(shape.yarn.on_rotation if shape.yarn is not None else 1.0, rel=1e-12)
+    assert frequencies(shape).numpy() == pytest.approx(found[0], rel=2e-6, abs=1e-12)
