@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from eagle_trace_analysis.checkpoint.compare import compare, summarise
+from eagle_trace_analysis.checkpoint.compare import UNREAD, compare, summarise
 from eagle_trace_analysis.checkpoint.config_checks import check_config, check_decoder, check_format
 from eagle_trace_analysis.checkpoint.d2t import check_d2t
 from eagle_trace_analysis.checkpoint.finding import CheckResult, Finding, Status, TensorChange, skipped
@@ -144,8 +144,10 @@ def _findings(subject: Subject) -> tuple[list[Finding], list[TensorChange]]:
     # of another kind of draft it is known only whether its values are finite
     findings += [check_values(subject, scans)] if subject.kind is not None else _on_values(subject, scans)
     if subject.reference is not None:
-        changes = compare(subject.checkpoint, subject.reference)
-        findings.append(summarise(changes, len(subject.tensors)))
+        changes = compare(subject.checkpoint, subject.reference, most_fetched=FETCHED_WHOLE)
+        unread = [one for one in changes if one.change == UNREAD]
+        changes = [one for one in changes if one.change != UNREAD]
+        findings.append(summarise(changes, len(subject.tensors), len(unread)))
     return findings, changes
 
 
@@ -174,7 +176,10 @@ def _on_values(subject: Subject, scans: Mapping[str, Scan]) -> Iterator[Finding]
         yield from (*found, check_initial(subject, scans))
         return
     size = sum(tensor.nbytes for tensor in left)
-    why = f"not checked: {len(left)} tensors of {size / 1e6:,.0f} MB were not fetched (download the folder to have them read)"
+    why = (
+        f"not checked: {len(left)} tensors of {size / 1e6:,.0f} MB were not fetched (download the folder to have them "
+        "read)"
+    )
     for one in found:
         yield (
             one

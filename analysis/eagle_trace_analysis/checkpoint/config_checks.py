@@ -7,6 +7,7 @@ from pathlib import Path
 
 from eagle_trace_analysis.checkpoint.files import as_float32
 from eagle_trace_analysis.checkpoint.finding import Finding, failed, passed, skipped, warned
+from eagle_trace_analysis.checkpoint.kinds import Kind, how_served
 from eagle_trace_analysis.checkpoint.subject import Subject
 from eagle_trace_analysis.engines.refusal import Refusal, shown
 
@@ -29,20 +30,20 @@ def check_format(subject: Subject) -> Finding:
         said = f"architectures is {architectures}, and " if architectures else ""
         left = [name for name in subject.checkpoint.unlisted if not name.endswith(".safetensors")]
         skips = f"; {subject.engine.TITLE} loads the safetensors alone and leaves {', '.join(left[:3])}" if left else ""
-        if kind.fits:
+        if subject.engine.loads_kind(kind.id, subject.served):
             return skipped(
                 "format",
                 "",
-                f"architectures is {architectures}, and the tensors are those of {kind.name}: {kind.marks}. Serve with "
-                f"--speculative-algorithm EAGLE3; this command knows {subject.engine.ARCHITECTURE} only, so nothing "
-                "else was checked",
+                f"architectures is {architectures}, and the tensors are those of {kind.name}: {kind.marks}; "
+                f"{how_served(kind.id, subject.served, subject.engine)}. This command knows "
+                f"{subject.engine.ARCHITECTURE} only, so nothing else was checked",
             )
         return failed(
             "format",
             "",
             f"{said}the tensors are those of {kind.name}: {kind.marks}{skips}. The other checks are for EAGLE-3 "
             "drafts, and were not made",
-            kind.served,
+            kind.advice or _advice(subject, kind),
         )
     other = next((other for other, names in subject.engine.OTHER_NAMES.items() if name in names), None)
     if other is not None:
@@ -62,6 +63,17 @@ def check_format(subject: Subject) -> Finding:
             f'set architectures to ["{subject.engine.ARCHITECTURE}"]',
         )
     return passed("format", "", f"{subject.engine.TITLE} format ({name})")
+
+
+def _advice(subject: Subject, kind: Kind) -> str:
+    """What to do with a draft of another kind."""
+    if kind.id == "unknown":
+        return "give the folder of an EAGLE-3 draft"
+    served = how_served(kind.id, subject.served, subject.engine)
+    return served + {
+        "latent": f"; this command knows {subject.engine.ARCHITECTURE} only",
+        "whole": "; if it is the target, give the draft's folder",
+    }.get(kind.id, "")
 
 
 def _ids_for(other: str, subject: Subject) -> str:

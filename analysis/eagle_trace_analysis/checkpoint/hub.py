@@ -4,8 +4,8 @@
 (``HF_TOKEN``, or what `hf auth login` left), revisions. Its HTTP client is replaced while it is used, by one that
 follows these rules:
 
-- the token goes to the endpoint alone; a redirect elsewhere (weights lie with a content network) is followed without it,
-  and only to https or to the endpoint itself;
+- the token goes to the endpoint alone; a redirect elsewhere (weights lie with a content network) is followed without
+  it, and only to https or to the endpoint itself;
 - an answer is as long as was asked for, or short; what is longer is not read;
 - an error, and a server that is too slow, ends it: nothing is tried again for minutes.
 """

@@ -12,8 +12,7 @@ from eagle_trace.checkpoints import read_config
 from eagle_trace.errors import CheckpointError, UsageError
 from eagle_trace_analysis.checkpoint.files import Checkpoint, StoredTensor, has_weights, open_checkpoint
 from eagle_trace_analysis.checkpoint.torchfile import read_torch_file
-from eagle_trace_analysis.trainers import Trainer, told_by, trainer_named, trainer_of
-from eagle_trace_analysis.trainers import specforge
+from eagle_trace_analysis.trainers import Trainer, specforge, told_by, trainer_named, trainer_of
 from eagle_trace_analysis.trainers.base import Doubt, Folder
 
 #: what SpecForge writes while it trains, and where a checkpoint's draft is in it
@@ -72,9 +71,16 @@ def origin_of(checkpoint: Checkpoint, named: str | None) -> Origin | None:
     if named is not None:
         trainer, release = trainer_named(named)
         return Origin(trainer, ("--trainer says so",), True, release)
+    if is_state(checkpoint):
+        return Origin(specforge, (f"it is a checkpoint in training ({STATE_FILE})",), True)
     files = [file.name for file in checkpoint.files]
     told = told_by(Folder(checkpoint.config, list(checkpoint.tensors), files, checkpoint.metadata))
     return None if told is None else Origin(told[0], told[1].why, told[1].sure)
+
+
+def is_state(checkpoint: Checkpoint) -> bool:
+    """Whether it is what SpecForge leaves in training."""
+    return [file.name for file in checkpoint.files] == [STATE_FILE]
 
 
 def open_draft(place: Path) -> Checkpoint:
@@ -83,7 +89,7 @@ def open_draft(place: Path) -> Checkpoint:
     Raises:
         CheckpointError: it is none of these.
     """
-    if place.is_dir() and _is_state(place):
+    if place.is_dir() and is_state_folder(place):
         return _open_state(place)
     return open_checkpoint(place, index_alone=True)
 
@@ -103,7 +109,7 @@ def open_reference(place: Path, origin: Origin | None) -> Reference:
         return _config_alone(place, _json(place), origin)
     if place.is_file():
         raise CheckpointError(f"{place} is not a folder: give a checkpoint's folder, or a draft's config.json")
-    if place.is_dir() and _is_state(place):
+    if place.is_dir() and is_state_folder(place):
         found = _open_state(place)
         return Reference(found, found.config, specforge)
     if place.is_dir() and not has_weights(place) and (place / "config.json").is_file():
@@ -142,7 +148,8 @@ def _json(file: Path) -> dict[str, Any]:
     return found
 
 
-def _is_state(folder: Path) -> bool:
+def is_state_folder(folder: Path) -> bool:
+    """Whether a folder is what SpecForge leaves in training, and is no draft's yet."""
     return not (folder / "config.json").is_file() and (folder / STATE_FILE).is_file()
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from eagle_trace.checkpoints import read_config
 from eagle_trace.errors import CheckpointError, OutputExistsError
 from eagle_trace_analysis.checkpoint.export import export
+from eagle_trace_analysis.checkpoint.origin import is_state_folder
 from eagle_trace_analysis.checkpoint.own_reference import translate
 from eagle_trace_analysis.engines import ENGINES, SGLANG, Engine
 from eagle_trace_analysis.trainers import trainer_of
@@ -37,6 +38,8 @@ def purpose_of(draft: Path) -> Purpose:
     Raises:
         CheckpointError: the folder has no config that can be read.
     """
+    if is_state_folder(draft):
+        return Purpose(SGLANG, f"it is a checkpoint in training, which SpecForge exports to {SGLANG.TITLE}'s format")
     config = read_config(draft)
     trainer = trainer_of(config)
     if trainer is not None:

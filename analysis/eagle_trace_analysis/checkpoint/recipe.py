@@ -50,7 +50,7 @@ class Recipe:
 
 
 def read_recipe(given: Sequence[str]) -> Recipe | None:
-    """A recipe from YAML or JSON files and ``section.key=value`` settings, the later over the earlier; None for nothing.
+    """A recipe from YAML or JSON files and ``section.key=value`` settings, later ones over earlier; None for nothing.
 
     Raises:
         CheckpointError: a file cannot be read.

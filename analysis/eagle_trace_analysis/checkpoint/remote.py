@@ -1,4 +1,4 @@
-"""A checkpoint's folder that lies elsewhere (``hf://owner/name``, ``s3://bucket/draft``), read by ranges through fsspec.
+"""A checkpoint's folder that lies elsewhere (``hf://owner/name``, ``s3://bucket/draft``), read through fsspec.
 
 A `RemotePath` does what the readers of a folder ask of a `Path`: list it, read a small file, open a large one and read
 pieces of it. Nothing is fetched but what is read, and nothing is kept on disk. Bytes are counted.
@@ -263,5 +263,3 @@ def _repository(place: str, rest: str) -> str:
     if rest.count("/") < 1 or not all(rest.split("/")):
         raise UsageError(f"{place} is not a repository of the hub: give hf://owner/name, or hf://owner/name@revision")
     return rest
-
-

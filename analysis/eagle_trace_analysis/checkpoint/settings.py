@@ -28,7 +28,9 @@ def check_residual_norm(subject: Subject) -> Finding:
         return failed(name, cause, gap.why, gap.fix)
     only = subject.form("norm_before_residual")
     if subject.training is None and only is False and subject.origin is not None:
-        return passed(name, cause, f"{subject.origin.trainer.TITLE}'s class has no norm_before_residual, the engine's form")
+        return passed(
+            name, cause, f"{subject.origin.trainer.TITLE}'s class has no norm_before_residual, the engine's form"
+        )
     if subject.training is None and "norm_before_residual" not in subject.served:
         return skipped(name, cause, f"no tensor shows whether it was trained with norm_before_residual; {subject.ask}")
     trained = (subject.training or flat_training(subject.served)).norm_before_residual
@@ -97,19 +99,12 @@ def check_norm_output(subject: Subject) -> Finding:
     if subject.training is not None and not subject.training.head_norm:
         why = "trained without the norm before the head (norm_output false), which no server leaves out"
         return failed(name, "head-norm", why, MISSING_FROM_HEAD)
-    doubt = subject.doubt(name) if subject.training is None or subject.release is None else None
-    if doubt is not None:
+    doubt = subject.doubt(name)
+    known = subject.training is not None and (doubt is None or doubt.certain)
+    if doubt is not None and not (known and subject.training is not None and subject.training.norm_output == served):
         return (failed if doubt.certain else warned)(name, doubt.cause or cause, doubt.why, doubt.fix)
-    only = subject.form("norm_output")
-    if subject.training is None and "norm_output" not in subject.served and subject.origin is not None:
-        if subject.origin.trainer is specforge or only is False:
-            title = subject.origin.trainer.TITLE
-            return passed(name, cause, f"no norm_output: {title} and the engine hand on the carry as it is")
-    if subject.training is None and only is not None and only == served and subject.origin is not None:
-        form = "normed" if only else "as it is"
-        return passed(name, cause, f"{subject.origin.trainer.TITLE}'s class hands on the carry {form}, and so does the engine")
     if subject.training is None:
-        return skipped(
+        return _carry_of_its_class(subject, served) or skipped(
             name,
             cause,
             f"served with norm_output {str(served).lower()}, and no tensor shows how it was trained; {subject.ask}",
@@ -124,6 +119,20 @@ def check_norm_output(subject: Subject) -> Finding:
             f"set norm_output to {str(trained).lower()}",
         )
     return passed(name, cause, f"norm_output is {str(served).lower()} on both sides")
+
+
+def _carry_of_its_class(subject: Subject, served: bool) -> Finding | None:
+    """The carry of a draft whose trainer hands it on in one way only; None if that is not known, or differs."""
+    if subject.origin is None:
+        return None
+    name, cause, title = "norm-output", "carry-norm", subject.origin.trainer.TITLE
+    only = subject.form("norm_output")
+    if "norm_output" not in subject.served and (subject.origin.trainer is specforge or only is False):
+        return passed(name, cause, f"no norm_output: {title} and the engine hand on the carry as it is")
+    if only is not None and only == served:
+        form = "normed" if only else "as it is"
+        return passed(name, cause, f"{title}'s class hands on the carry {form}, and so does the engine")
+    return None
 
 
 def check_rope(subject: Subject) -> Finding:
@@ -238,7 +247,9 @@ def check_rope_tables(subject: Subject) -> Finding:
     trained = subject.trained_layer or subject.full
     positions = int(trained["max_position_embeddings"])
     rows, longest = positions + spare, recipe.max_length + recipe.ttt_length - 1
-    lengths = f"sequences of up to {recipe.max_length:,} tokens and {recipe.ttt_length} steps reach {longest:,} positions"
+    lengths = (
+        f"sequences of up to {recipe.max_length:,} tokens and {recipe.ttt_length} steps reach {longest:,} positions"
+    )
     if longest <= rows:
         return passed(name, name, f"{lengths}; the trainer's rotary tables have {rows:,}")
     if recipe.torch_dtype == "float32":

@@ -13,12 +13,12 @@ from eagle_trace.errors import CheckpointError
 from eagle_trace_analysis.checkpoint.export import config_for, second_names, trained_layer_ids
 from eagle_trace_analysis.checkpoint.files import Checkpoint, StoredTensor, has_weights, open_checkpoint, stored_dtype
 from eagle_trace_analysis.checkpoint.kinds import Kind, recognise, refuse_other_types
-from eagle_trace_analysis.checkpoint.origin import Origin, Reference, open_draft, open_reference, origin_of
+from eagle_trace_analysis.checkpoint.origin import Origin, Reference, is_state, open_draft, open_reference, origin_of
 from eagle_trace_analysis.checkpoint.recipe import Recipe
 from eagle_trace_analysis.engines import SGLANG, Engine, Gap
 from eagle_trace_analysis.engines.refusal import Refusal
 from eagle_trace_analysis.engines.sglang.accepts import SIZES
-from eagle_trace_analysis.trainers import Trainer, Training, speculators, trainer_of
+from eagle_trace_analysis.trainers import Trainer, Training, specforge, speculators, trainer_of
 from eagle_trace_analysis.trainers.base import Doubt, flat_training
 from eagle_trace_analysis.trainers.flat import outputs_named
 
@@ -116,7 +116,7 @@ class Subject:
         return f"the training config is not known: give --reference, {trainer.REFERENCE}"
 
     def form(self, setting: str) -> bool | None:
-        """A setting that the class of the draft's trainer has in one form only; None if it has both, or is not known."""
+        """A setting that the trainer's class has in one form only; None if it has both, or the trainer is not known."""
         return self.origin.trainer.FORMS.get(setting) if self.origin is not None else None
 
     def doubt(self, check: str) -> Doubt | None:
@@ -253,6 +253,8 @@ def open_subject(
     by = own
     if own is not None:
         trained = checkpoint.config
+    elif is_state(checkpoint):
+        trained, by = checkpoint.config, specforge
     elif other is not None and other.trainer is not None:
         trained, by = other.config, other.trainer
         if origin is None or (trainer is None and not origin.sure and origin.trainer is not by):

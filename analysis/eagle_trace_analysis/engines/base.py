@@ -131,6 +131,12 @@ class Engine(Protocol):
     def STACKED(self) -> Mapping[str, Sequence[str]]:
         """Parts of each fused parameter, in its order."""
 
+    def serves_kind(self, kind: str, config: Config) -> str:
+        """What to do so that a draft of another kind is served (`checkpoint.kinds.Kind.id`); empty if it cannot be."""
+
+    def loads_kind(self, kind: str, config: Config) -> bool:
+        """Whether the config of an EAGLE-3 draft with another layer names the class that loads it."""
+
     # ---- the config
 
     def refusals(self, config: Config) -> Sequence[Refusal]:

@@ -80,7 +80,10 @@ def no_base(title: str, source: str, config: Mapping[str, Any], theta: float) ->
     sections = isinstance(scaling, Mapping) and "mrope_section" in scaling
     if theta == 10000 or sections:
         return []
-    why = f"the config says rope_theta {theta:g}; {title}'s class for a draft does not read it and rotates by 10000 ({source})"
+    why = (
+        f"the config says rope_theta {theta:g}; {title}'s class for a draft does not read it and rotates by 10000 "
+        f"({source})"
+    )
     fix = (
         "if it was trained with that class, set rope_theta to 10000; if with one that reads rope_theta, nothing. "
         "A recorded pair of traces says which"

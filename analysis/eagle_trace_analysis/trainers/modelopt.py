@@ -52,7 +52,10 @@ def doubts(config: Mapping[str, Any], theta: float, release: str | None) -> list
     scaling = config.get("rope_scaling")
     kind = (scaling.get("rope_type") or scaling.get("type")) if isinstance(scaling, Mapping) else None
     if kind == "yarn":
-        why = f"rope_scaling is {kind}, which {TITLE} can write for serving (eagle_export_rope_scaling) over a training without"
+        why = (
+            f"rope_scaling is {kind}, which {TITLE} can write for serving (eagle_export_rope_scaling) over a training "
+            "without"
+        )
         fix = "leave it if that was meant; within the trained length serving without it is what was trained"
         found.append(Doubt("rope", why, fix, "rope-theta"))
     return found

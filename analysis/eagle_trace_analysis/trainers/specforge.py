@@ -71,7 +71,10 @@ def doubts(config: Mapping[str, Any], theta: float, release: str | None) -> list
         f"norm_output is false: {TITLE} {', '.join(sorted(HEAD_NORM_BY_FLAG))}, trained with that, leaves out the norm "
         "before the head, which no server does"
     )
-    fix = f"if it was trained with norm_output false and not only deployed so, {MISSING_FROM_HEAD}; give {REFERENCE} as --reference"
+    fix = (
+        f"if it was trained with norm_output false and not only deployed so, {MISSING_FROM_HEAD}; give {REFERENCE} as "
+        "--reference"
+    )
     return [Doubt("norm-output", why, fix, "head-norm")]
 
 

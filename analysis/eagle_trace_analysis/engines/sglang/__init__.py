@@ -34,6 +34,7 @@ from eagle_trace_analysis.engines.sglang.engine import (
     with_defaults,
 )
 from eagle_trace_analysis.engines.sglang.gaps import gaps
+from eagle_trace_analysis.engines.sglang.kinds import loads_kind, serves_kind
 from eagle_trace_analysis.engines.sglang.schemes import SIDE_FILES, quantisation_refused, read_quantisation, scheme_of
 from eagle_trace_analysis.engines.sglang.target_classes import (
     feeds_since,
@@ -49,7 +50,8 @@ __all__ = [
     "STACKED", "TITLE", "WORDS", "canonical_name", "captured_inputs", "computes_nothing", "config_class",
     "copied_from_serving", "copied_from_training", "default_inputs", "destinations", "entering_norm", "fc_norm",
     "fed_width", "feeds_since", "flat_config", "gaps", "ids_that_capture", "ids_unread", "is_known_target",
-    "last_input", "layer_ids", "layer_of", "norm_before_fc", "num_aux_hidden_states", "parameters", "positions",
-    "quantisation_refused", "read_quantisation", "refusals", "repaired", "rope_settings", "scheme_of", "skips_fc",
-    "target_class", "target_refusals", "uses_aux_hidden_state", "why_it_cannot_serve", "with_defaults",
+    "last_input", "layer_ids", "layer_of", "loads_kind", "norm_before_fc", "num_aux_hidden_states", "parameters",
+    "positions", "quantisation_refused", "read_quantisation", "refusals", "repaired", "rope_settings", "scheme_of",
+    "serves_kind", "skips_fc", "target_class", "target_refusals", "uses_aux_hidden_state", "why_it_cannot_serve",
+    "with_defaults",
 ]  # fmt: skip

@@ -82,7 +82,7 @@ def test_missing_and_broken_folders_are_one_sentence(healthy: Folders, tmp_path:
         (
             "eagle1",
             lambda p: (p / "config.json").write_text('{"speculators_model_type": "eagle"}'),
-            "is a eagle speculator, not eagle3: SGLang serves an EAGLE-1 head with --speculative-algorithm EAGLE",
+            "is a eagle speculator, not eagle3: for SGLang, serve with --speculative-algorithm EAGLE and",
         ),
         ("dflash", lambda p: (p / "config.json").write_text('{"speculators_model_type": "dflash"}'), "DFLASH"),
         ("deep", lambda p: (p / "config.json").write_text("[" * 100_000), "nested too deeply"),
