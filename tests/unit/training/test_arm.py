@@ -16,7 +16,7 @@ from eagle_trace.selection import Selection
 from eagle_trace_training import arm
 from eagle_trace_training.command import SHIM, record_command
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 SOURCES = [str(ROOT), str(ROOT / "recorders"), str(ROOT / "analysis")]
 
 #: what `eagle_trace_training.arm` watches for, without torch
