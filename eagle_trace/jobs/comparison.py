@@ -15,7 +15,7 @@ from eagle_trace.jobs.questions import write_prompts
 from eagle_trace.jobs.servers import Ask, Pair, Running, Server, installed
 from eagle_trace.jobs.workspace import Workspace
 from eagle_trace.reader import Trace, open_trace
-from eagle_trace.recording.hosts import find_host
+from eagle_trace.recording.hosts import find_host, has_own_forward
 
 if TYPE_CHECKING:
     from eagle_trace_analysis import Diff
@@ -141,7 +141,7 @@ class Comparison:
             return self.asked.deployed
         if all(isinstance(server, Running) for server in self.asked.servers):
             return None
-        if all(server.host in _TAKE_TRAINED for server in self.asked.servers):
+        if all(server.host in _TAKE_TRAINED for server in self.asked.servers) or has_own_forward(self._trained):
             return self._trained
         return self._exported()
 
@@ -163,6 +163,8 @@ class Comparison:
         if deployed is None:
             raise UsageError("give --deployed DRAFT (as it is served)")
         self.progress("no --trained: what the deployed folder says is taken for the training")
+        if has_own_forward(deployed):
+            return deployed
         return self._made(REFERENCE, deployed, lambda out: write_own_reference(deployed, out, target=self.asked.target))
 
     def _made(self, name: str, source: Path, make: Callable[[Path], object]) -> Path:

@@ -8,22 +8,25 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import fsspec
 
+from eagle_trace.capture import Array
 from eagle_trace.errors import IncomparableError, UsageError
 from eagle_trace.jobs.servers import Ask, Pair, Running
 from eagle_trace.reader import Trace, open_trace
 from eagle_trace.recording.hooks import Hooks
 from eagle_trace.store import as_place
+from eagle_trace_analysis.comparison.result import AcceptLength, Divergence
 
 if TYPE_CHECKING:
-    from eagle_trace_analysis import AcceptLength, Diff, Divergence
     from eagle_trace_training.host import Training
 
 logger = logging.getLogger("eagle_trace")
@@ -31,7 +34,7 @@ logger = logging.getLogger("eagle_trace")
 #: name of everything that is logged
 NAME = "eagle_trace"
 EVERY = 500
-#: traces of the training side, and of a server that is asked anew: in memory, so that no disk is waited for
+#: where traces of the training side lie: in memory, so that no disk is waited for
 MEMORY = "memory://eagle-trace-monitoring"
 #: `first_divergence` where nothing diverges
 NOWHERE = -1
@@ -106,11 +109,11 @@ class Look:
         incomparable: why the two could not be compared, None if they could.
     """
 
-    step: int
-    seconds: float
-    accept: AcceptLength
+    step: int = 0
+    seconds: float = 0.0
+    accept: AcceptLength = field(default_factory=lambda: AcceptLength(None))
     first: Divergence | None = None
-    place: int | None = NOWHERE
+    place: int | None = None
     causes: tuple[str, ...] = ()
     incomparable: str | None = None
 
@@ -157,7 +160,6 @@ class Monitoring:
         self.watched.check()
         self._hooks = Hooks()
         self._steps, self._seen = 0, -1
-        self._said = NOWHERE
         self.off = True
 
     # ---- from the training's side
@@ -179,6 +181,8 @@ class Monitoring:
             device=watched.device, progress=lambda message: logger.debug("%s", message),
         )  # fmt: skip
         self._served = None if watched.runs else _open_served(watched.served)
+        #: what a running server records is fetched to a disk
+        self._folder = TemporaryDirectory(prefix="eagle-trace-")
         self._baseline = open_trace(as_place(watched.baseline)) if watched.baseline is not None else None
         if self._served is not None:
             self._probe.prepare(self._served)
@@ -195,6 +199,7 @@ class Monitoring:
         if not self.off:
             self.off = True
             self._hooks.remove()
+            self._folder.cleanup()
             _forget()
         try:
             self.training.close()
@@ -242,42 +247,64 @@ class Monitoring:
         self._seen = step
         served = self._served if self._served is not None else self._asked()
         trained = open_trace(self._probe.record(served, f"{MEMORY}/train.trace"))
-        look = self._judged(step, trained, served, began)
+        judged = self._looked_into(self._judged(trained, served), served)
+        look = replace(judged, step=step, seconds=time.perf_counter() - began)
+        if look.place is not None and look.place != self._last.place:
+            why = f": {look.first.why}" if look.first is not None else ""
+            logger.log(
+                logging.WARNING if look.first is not None else logging.INFO,
+                "step %d: first divergence %s%s", step, look.where, why,
+            )  # fmt: skip
         self.looks.append(look)
-        if look.place is not None and look.place != self._said:
-            self._said = look.place
-            logger.warning(
-                "step %d: first divergence %s%s", step, look.where, f": {look.first.why}" if look.first else ""
-            )
         (self.log or self.training.log)(look.values(), step)
+
+    @property
+    def _last(self) -> Look:
+        return self.looks[-1] if self.looks else Look()
+
+    def _other(self, served: Trace) -> Trace:
+        return self._baseline if self._baseline is not None else served
+
+    def _looked_into(self, judged: Look, served: Trace) -> Look:
+        """With values of a few prompts: the training's own steps recomputed, and the causes of what diverges."""
+        trained = open_trace(self._probe.record(served, f"{MEMORY}/values.trace", "values"))
+        other = self._other(served)
+        if (own := own_fault(trained, self._probe.tensors())) is not None:
+            place = place_of(own.site, trained.sites, other.sites)
+            if judged.first is None or (own.step, place) < (judged.first.step, judged.place or 0):
+                judged = replace(judged, first=own, place=place, incomparable=None)
+        if judged.first is None:
+            return judged
+        if judged.place == self._last.place:
+            return replace(judged, causes=self._last.causes)
+        return replace(judged, causes=confirmed(trained, other, trained.manifest.settings["trained"]))
 
     def _asked(self) -> Trace:
         """The running server, recorded now."""
-        watched, place = self.watched, f"{MEMORY}/serve.trace"
+        watched, place = self.watched, Path(self._folder.name) / "serve.trace"
         server = Running(watched.served, watched.api_key, watched.admin_api_key)
         ask = Ask(max_new_tokens=watched.max_new_tokens, level=watched.level)
         if watched.prompts is None:
             raise UsageError(f"{watched.served} is a running server: give prompts to ask it")
         server.record(Pair(Path(), None), watched.prompts, ask, place, lambda _: None)
-        return _open_served(place)
+        return _open_served(str(place))
 
-    def _judged(self, step: int, trained: Trace, served: Trace, began: float) -> Look:
+    def _judged(self, trained: Trace, served: Trace) -> Look:
         from eagle_trace_analysis import diff
         from eagle_trace_analysis.comparison.moved import beside_moved
 
-        other = self._baseline if self._baseline is not None else served
+        other = self._other(served)
         whole = diff(trained, other)
         accept = whole.accept_length if other is served else predicted(trained, served)
-        moving = trained.manifest.settings["trained"]
-        left = beside_moved(whole, trained, other, moving)
-        if left.incomparable is not None and left.first_divergence is None:
-            if not self.looks:
-                raise IncomparableError(left.incomparable)
-            return Look(step, time.perf_counter() - began, accept, place=None, incomparable=left.incomparable)
+        left = beside_moved(whole, trained, other, trained.manifest.settings["trained"])
         first = left.first_divergence
-        causes = confirmed(whole, left, trained, other) if first is not None else ()
-        place = place_of(first.site, trained.sites, other.sites) if first is not None else NOWHERE
-        return Look(step, time.perf_counter() - began, accept, first, place, causes)
+        if first is not None:
+            return Look(accept=accept, first=first, place=place_of(first.site, trained.sites, other.sites))
+        if left.incomparable is None:
+            return Look(accept=accept, place=NOWHERE)
+        if not self.looks:
+            raise IncomparableError(left.incomparable)
+        return Look(accept=accept, incomparable=left.incomparable)
 
 
 def predicted(trained: Trace, served: Trace) -> AcceptLength:
@@ -288,12 +315,45 @@ def predicted(trained: Trace, served: Trace) -> AcceptLength:
     return predict(accept_length(served), trained, served)
 
 
-def confirmed(whole: Diff, left: Diff, trained: Trace, other: Trace) -> tuple[str, ...]:
-    """Causes that are confirmed of what is left: not those of weights that have moved."""
-    from eagle_trace_analysis import diagnosed
+def own_fault(trained: Trace, tensors: Mapping[str, Any]) -> Divergence | None:
+    """The first step that training computes otherwise than its own config says: masks, norms, rotation, maps.
 
+    Args:
+        trained: trace of the training, with values.
+        tensors: the weights it was recorded with, torch tensors by canonical names.
+    """
+    from eagle_trace.recording.arrays import to_array
+    from eagle_trace_analysis.replay.own import HeldTensor, own_steps
+    from eagle_trace_analysis.replay.replay import CONTROL_LIMIT
+
+    def array(tensor: Any, rows: Any) -> Array:
+        return to_array(tensor if rows is None else tensor[rows])
+
+    held = {
+        name: HeldTensor(tuple(one.shape), one.numel() * one.element_size(), partial(array, one))
+        for name, one in tensors.items()
+    }
+    for one in own_steps(trained, held):
+        # there is no other side to hold it against, so that only what is far off counts
+        if one.serve is not None and one.serve.ratio > CONTROL_LIMIT:
+            why = f"training does not compute it as its own config says: {one.serve.against()}"
+            return Divergence(one.site, one.step, "step", why, {}, {})
+    return None
+
+
+def confirmed(trained: Trace, other: Trace, moving: Collection[str]) -> tuple[str, ...]:
+    """Causes that are confirmed where the two part, but for what follows from weights that have moved.
+
+    Args:
+        trained, other: the traces.
+        moving: parameters that are trained, by their canonical names.
+    """
+    from eagle_trace_analysis import diagnosed, diff
+    from eagle_trace_analysis.comparison.moved import beside_moved
+
+    whole = diff(trained, other, minimum_share=0.0)
     diagnosis = diagnosed(whole, trained, other).diagnosis
-    places = {one.site for one in left.sites if one.divergence is not None}
+    places = {one.site for one in beside_moved(whole, trained, other, moving).sites if one.divergence is not None}
     return tuple(one.cause for one in diagnosis.confirmed if one.site in places) if diagnosis is not None else ()
 
 

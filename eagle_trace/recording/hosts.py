@@ -103,6 +103,13 @@ def _named(kind: Kind, name: str, known: dict[str, Any], *, program: bool) -> An
     return known[name]
 
 
+def has_own_forward(draft: Path) -> bool:
+    """Whether a forward of our own stands in for the trainer of a draft, in the very format that servers load."""
+    return any(
+        _stands_in(host) and is_installed(host) and host.takes(draft) for host in known_hosts("trainer").values()
+    )
+
+
 def _stands_in(host: Host) -> bool:
     return bool(getattr(host, "stands_in", False))
 

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -17,6 +18,8 @@ from eagle_trace.errors import HostError
 from eagle_trace.manifest import Manifest, without_secrets
 from eagle_trace.prompts import prompts_digest
 from eagle_trace.reader import Trace
+from eagle_trace.recording.names import canonical_name
+from eagle_trace.selection import EVERYTHING, Selection
 from eagle_trace.store import Place
 from eagle_trace.writer import TraceWriter, prepare_output
 from eagle_trace_training.features import Features, Precision, open_features
@@ -27,6 +30,9 @@ from eagle_trace_training.replay import Task, replay_tasks
 from eagle_trace_training.session import Session
 from eagle_trace_training.twin import whole
 from eagle_trace_training.weights import target_facts
+
+#: prompts of which values are recorded beside another level
+FEW = 2
 
 
 class Probe:
@@ -41,7 +47,7 @@ class Probe:
         progress: receives messages.
 
     Raises:
-        HostError: this process holds only parts of the draft's parameters.
+        HostError: the installed release cannot be recorded, or this process holds only parts of the draft's parameters.
     """
 
     def __init__(
@@ -59,6 +65,7 @@ class Probe:
                 "the draft's parameters are sharded over ranks (FSDP), so that no process can run it by itself: train "
                 "it replicated, or record its checkpoints with `eagle-trace record --mode train`"
             )
+        self._warnings = live.host.check()
         self._live, self._target, self._kind, self._level = live, target, features, level
         self._device, self._progress = device, progress
         self._features: Features | None = None
@@ -78,13 +85,20 @@ class Probe:
         tasks, _ = replay_tasks(served, None)
         self._prepare(served, tasks, self._twin(served))
 
-    def record(self, served: Trace, out: Place) -> Place:
+    def record(self, served: Trace, out: Place, level: str | None = None) -> Place:
         """Run the server's prompts through the draft as it is now; returns the sealed trace's place.
 
         Nothing the training sees is changed: no gradient, no parameter or buffer, no random state, no mode, no hook.
+        At another level than the one asked for, two prompts are run.
         """
         with torch.autocast(self.device, enabled=False):
-            return self._record(served, out)
+            if level is None or level == self._level:
+                return self._record(served, out, self._level, EVERYTHING)
+            return self._record(served, out, level, Selection(prompts=((0, FEW),)))
+
+    def tensors(self) -> dict[str, Any]:
+        """The draft's parameters and vocabulary maps as they are now, by canonical names: torch tensors."""
+        return {canonical_name(name): one.detach() for name, one in self._live.draft.state_dict().items()}
 
     def _twin(self, served: Trace) -> LoadedDraft:
         return self._live.twin(check_dtype(served.manifest.dtype or "bfloat16"), self._target)
@@ -108,31 +122,35 @@ class Probe:
             self._tokens = tokens
         return self._features
 
-    def _record(self, served: Trace, out: Place) -> Place:
+    def _record(self, served: Trace, out: Place, level: str, selection: Selection) -> Place:
         draft = self._twin(served)
-        manifest = self._manifest(served, draft)
+        manifest = self._manifest(served, draft, level)
         tasks, steps = tasks_of(served, None, manifest)
         features = self._prepare(served, tasks, draft)
         manifest.settings = {
             "steps": steps, "features": self._kind, "replay": str(served.path), "prompts": None, "seed": 0,
             "replayed": served.manifest.recording, "trained": self._live.trained(),
         }  # fmt: skip
+        if left_out := selection.to_dict():
+            manifest.settings["selection"] = left_out
         manifest.prompts_digest = prompts_digest(keys_of(tasks))
         prepare_output(out, force=True)
         writer = TraceWriter(out, manifest, max_wait=None)
         try:
             with threads_for(self.device, draft.hidden_size):
-                Session(draft, tasks, features, steps, manifest.dtype, writer, self._progress, floors=False).run()
+                Session(
+                    draft, tasks, features, steps, manifest.dtype, writer, self._progress, selection, floors=False
+                ).run()
         except BaseException as error:
             writer.abort(error)
             raise
         return writer.seal()
 
-    def _manifest(self, served: Trace, draft: LoadedDraft) -> Manifest:
+    def _manifest(self, served: Trace, draft: LoadedDraft, level: str) -> Manifest:
         dtype = check_dtype(served.manifest.dtype or "bfloat16")
         manifest = Manifest(
             side="train",
-            level=self._level,
+            level=level,
             host=draft.host.name,
             packages=package_versions(draft.host),
             dtype=dtype,
@@ -140,6 +158,7 @@ class Probe:
             changes=draft.host.changes(dtype),
             argv=without_secrets(sys.argv),
             created=datetime.now(UTC).isoformat(timespec="seconds"),
+            warnings=list(self._warnings),
         )
         self._live.describe(manifest)
         if self._target is not None:

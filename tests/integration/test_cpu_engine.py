@@ -10,7 +10,6 @@ import json
 import os
 import random
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,10 +21,14 @@ pytest.importorskip("sglang")
 import torch
 from transformers import AutoModelForCausalLM
 
+from eagle_trace_serving import process
 from sglang_cpu_eagle import cpu_environment
 from tests.support.tiny_models import write_tiny_draft, write_tiny_target
+from tests.support.warm.start import Warm
 
 pytestmark = pytest.mark.integration
+
+ROOT = Path(__file__).resolve().parents[2]
 
 Answers = list[list[dict[str, Any]]]
 Engines = Callable[[str, str], Answers]
@@ -42,24 +45,9 @@ SHAPES: dict[str, dict[str, int]] = {
     "tree": {"speculative_num_steps": 3, "speculative_eagle_topk": 4, "speculative_num_draft_tokens": 8},
 }
 #: Batches of another size round differently, so a choice between two words this close, in logits, is free. In
-#: bfloat16
-#: one logit of the tiny target is off by up to 0.08.
+#: bfloat16 one logit of the tiny target is off by up to 0.08.
 NEAR_TIE = {"float32": 1e-3, "bfloat16": 0.15}
 
-#: One engine: the options and requests of a job go in, the answers come out. Given with -c, so that the
-# processes SGLang  spawns find no main module to run again.
-ENGINE = """
-import json, pathlib, sys
-import sglang
-
-job = json.loads(pathlib.Path(sys.argv[1]).read_text())
-engine = sglang.Engine(**job["options"])
-try:
-    answers = [engine.generate(**request) for request in job["requests"]]
-finally:
-    engine.shutdown()
-pathlib.Path(job["answers"]).write_text(json.dumps(answers))
-"""
 OPTIONS = {
     "device": "cpu",
     "attention_backend": "intel_amx",
@@ -101,12 +89,12 @@ def _run(folder: Path, options: dict[str, Any], requests: list[dict[str, Any]]) 
     job = {"options": OPTIONS | options, "requests": requests, "answers": str(folder / "answers.json")}
     (folder / "job.json").write_text(json.dumps(job))
     environment = cpu_environment(os.environ)
-    environment["PYTHONPATH"] += os.pathsep + str(info.parent)
+    environment["PYTHONPATH"] += os.pathsep.join(["", str(info.parent), str(ROOT)])
     environment["SGLANG_PLUGINS"] = "eagle_trace_cpu_test"
     # Threads only wait for one another on matrices this small.
     environment["OMP_NUM_THREADS"] = "1"
     done = subprocess.run(
-        [sys.executable, "-c", ENGINE, str(folder / "job.json")],
+        [*process.PYTHON, "tests.support.engine_run", str(folder / "job.json")],
         env=environment,
         cwd=folder,
         capture_output=True,
@@ -133,7 +121,7 @@ def prompts() -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def engines(models: Path, prompts: list[list[int]], tmp_path_factory: pytest.TempPathFactory) -> Engines:
+def engines(models: Path, prompts: list[list[int]], tmp_path_factory: pytest.TempPathFactory, warm: Warm) -> Engines:
     """Answers of the engine of a shape and dtype; each of the six is started once, when first asked for."""
     answers: dict[tuple[str, str], Answers] = {}
 
@@ -144,7 +132,8 @@ def engines(models: Path, prompts: list[list[int]], tmp_path_factory: pytest.Tem
                 draft = str(models / "draft")
                 options |= {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": draft}
             folder = tmp_path_factory.mktemp(f"{shape}-{dtype}")
-            answers[shape, dtype] = _run(folder, options, _requests(prompts))
+            with warm():
+                answers[shape, dtype] = _run(folder, options, _requests(prompts))
         return answers[shape, dtype]
 
     return ask

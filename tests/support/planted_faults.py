@@ -381,6 +381,7 @@ def faults() -> list[Planted]:
             serve={"window": 24},
             serve_write={"settings": {"sglang_args": ["--speculative-draft-window-size", "24"]}},
         ),
+        Planted("softmax-scale-of-the-engine", "softmax-scale", "layer.0.attn.context", serve={"scale": 0.25}),
         Planted("kv-not-refreshed", "kv-not-refreshed", "layer.0.attn.context", serve={"stale": True}),
         Planted("rows-never-computed", "kv-rows-missing", "layer.0.attn.context", serve={"skipped": range(34, 38)}),
         Planted("slots-behind-that-grow", "kv-length", "layer.0.attn.context", serve={"behind": lambda step: step}),

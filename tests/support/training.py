@@ -5,18 +5,23 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from datasets import Dataset
 from safetensors.torch import save_file
 from speculators.losses import resolve_loss_config
 from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
 from speculators.models.eagle3.data import shift_batch
+from speculators.train import trainer
 from speculators.train.data import CollateFn
+from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
 from tests.support.tiny_speculators import HIDDEN, LAYER_IDS, Pair
@@ -136,3 +141,29 @@ def trainer_command(pair: Pair, data: Path, out: Path, *options: str) -> list[st
         "--hidden-states-dtype", "float32", "--total-seq-len", str(ROWS), "--optimizer", "adamw", "--epochs", "1",
         "--save-path", str(out), "--on-missing", "raise", "--train-data-ratio", "0.8", *options,
     ]  # fmt: skip
+
+
+@contextmanager
+def without_accelerator() -> Iterator[None]:
+    """Lets speculators' trainer run in this process on a CPU; it asks for device 0, and waits for it."""
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "User provided device_type of 'cuda'")
+        patch.setattr(trainer, "get_local_rank", lambda: torch.device("cpu"))
+        patch.setattr(torch.accelerator, "synchronize", lambda *_: None)
+        yield
+
+
+def trainer_of(model: Any, samples: Sequence[dict[str, Any]], out: Path, steps: int) -> Any:
+    """speculators' own trainer of a model on samples, two to a batch; within `without_accelerator`."""
+    hidden = samples[0]["verifier_last_hidden_states"].shape[-1]
+    pack = CollateFn(128, hidden, num_target_layers=len(LAYER_IDS), dtype=torch.float32, preprocess=shift_batch)
+    config = trainer.TrainerConfig(
+        lr=1e-3,
+        num_epochs=-(-2 * steps // len(samples)),
+        max_steps=steps,
+        save_path=str(out),
+        checkpoint_freq=1000,
+        hidden_states_dtype=torch.float32,
+        train_call_kwargs={"ttt_steps": 3, "loss_config": LOSS},
+    )
+    return trainer.Trainer(model, config, DataLoader(list(samples), batch_size=2, collate_fn=pack))

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eagle_trace.errors import UsageError
@@ -62,6 +62,7 @@ def test_ids_are_chosen_by_pattern() -> None:
     assert list(take(Admission(match="eval-*"), "eval-1", "chat-1", "eval-2").ids) == ["eval-1", "eval-2"]
 
 
+@settings(deadline=None)
 @given(
     st.text("ab*", max_size=8).filter(lambda text: text),
     st.text("ab-", max_size=12),
@@ -75,10 +76,10 @@ def test_a_star_stands_for_any_text_and_all_else_for_itself(pattern: str, rid: s
 @pytest.mark.parametrize("rid", ["a" * 1024, "ab" * 512, "a" * 10_000_000], ids=["a", "ab", "endless"])
 def test_no_pattern_and_no_request_id_keeps_the_scheduler_busy(pattern: str, rid: str) -> None:
     admission = Admission(match=pattern)
-    started = time.perf_counter()
+    started = time.thread_time()
     for _ in range(10):
         admission.wants(rid)
-    assert time.perf_counter() - started < 0.1, "10 ms each is a hundred times what it takes"
+    assert time.thread_time() - started < 0.1, "10 ms each is a hundred times what it takes"
 
 
 @pytest.mark.parametrize("rid", ["\ud800", "a\udfff-1", 5, None, ["a"], b"a"], ids=repr)

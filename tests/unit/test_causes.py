@@ -57,6 +57,7 @@ IDS = {
     "qkv-order",
     "rope-tables",
     "max-position",
+    "softmax-scale",
     "sliding-window",
     "kv-not-refreshed",
     "kv-cached-prefix",

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eagle_trace_training.documents import Chain, Document, Pack, pack, pad, replayed, teacher_forced
@@ -94,6 +94,7 @@ def test_chains_below_roots_without_features_are_left_out() -> None:
 paths = st.lists(st.integers(11, 15), min_size=1, max_size=3).map(tuple)
 
 
+@settings(deadline=None)
 @given(st.sets(st.tuples(st.integers(0, 4), paths), max_size=12))
 def test_every_wanted_row_lies_in_exactly_one_document_and_feeds_its_path(chains: set[Chain]) -> None:
     documents = replayed(0, TOKENS, 5, chains)

@@ -10,6 +10,7 @@ from eagle_trace_analysis.checkpoint.check import check
 from eagle_trace_analysis.checkpoint.export import export
 from eagle_trace_analysis.checkpoint.finding import Status
 from tests.support.check_cases import named
+from tests.support.latent import write_draft
 from tests.support.pairs import DRAFT, TARGET
 
 
@@ -97,6 +98,8 @@ def test_layers_in_another_order_than_they_run_are_refused(tmp_path: Path) -> No
 def test_bad_folders_get_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="not in speculators format"):
         export(TARGET, tmp_path / "out")
+    with pytest.raises(CheckpointError, match=r"with latent attention, .* deploy the folder as it is"):
+        export(write_draft(tmp_path / "latent"), tmp_path / "out")
     with pytest.raises(CheckpointError, match="there is no folder"):
         export(tmp_path / "nowhere", tmp_path / "out")
     with pytest.raises(CheckpointError, match="cannot be said to SGLang"):

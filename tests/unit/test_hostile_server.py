@@ -5,8 +5,8 @@ from __future__ import annotations
 import io
 import sys
 import tarfile
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -53,10 +53,8 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The client's folder; patience is short."""
-    for name in ("STATUS_SECONDS", "SEAL_SECONDS", "FETCH_SECONDS"):
-        monkeypatch.setattr(remote, name, 2.0)
+def here(tmp_path: Path) -> Path:
+    """The client's folder."""
     here = tmp_path / "deep" / "down"
     here.mkdir(parents=True)
     (here / "p.jsonl").write_text('{"prompt": "one"}\n{"prompt": "two"}\n')
@@ -64,7 +62,20 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def record(url: str, here: Path, **options: Any) -> Any:
-    return attach(url=url, prompts=here / "p.jsonl", out=here / "s.trace", timeout=2, **options)
+    return attach(url=url, prompts=here / "p.jsonl", out=here / "s.trace", **options)
+
+
+@contextmanager
+def impatient(route: str) -> Iterator[dict[str, float]]:
+    """The client waits for an answer of `route` for moments, so that it need not be slow to be given up; with options.
+
+    Whatever else it asks for may take as long as ever: the machine may be slow.
+    """
+    patience = {STATUS: "STATUS_SECONDS", START: "SEAL_SECONDS", FINISH: "SEAL_SECONDS", TRACE: "FETCH_SECONDS"}
+    with pytest.MonkeyPatch.context() as patch:
+        if route in patience:
+            patch.setattr(remote, patience[route], 0.4)
+        yield {} if route in patience else {"timeout": 0.4}
 
 
 def test_a_good_server_gives_the_trace_and_is_asked_with_its_key_and_token(good: Path, here: Path) -> None:
@@ -223,12 +234,10 @@ TARS: dict[str, tuple[bytes | Callable[[bytes], bytes], str]] = {
 }  # fmt: skip
 
 
-def assert_harmless(answers: dict[str, Answer], here: Path, words: str) -> None:
+def assert_harmless(answers: dict[str, Answer], here: Path, words: str, **options: Any) -> None:
     before = sorted(here.parents[1].rglob("*"))
-    began = time.monotonic()
     with serving(answers) as (url, _), pytest.raises(EagleTraceError, match=words) as refused:
-        record(url, here)
-    assert time.monotonic() - began < 15
+        record(url, here, **options)
     sentence = str(refused.value)
     assert refused.value.exit_status == 2
     assert sentence.isprintable(), ascii(sentence)
@@ -239,7 +248,12 @@ def assert_harmless(answers: dict[str, Answer], here: Path, words: str) -> None:
 @pytest.mark.parametrize("attack", ANSWERS)
 def test_answers_that_no_good_server_gives_end_in_one_sentence(attack: str, good: Path, here: Path) -> None:
     route, answer, words = ANSWERS[attack]
-    assert_harmless(good_answers(good) | {route: answer}, here, words)
+    answers = good_answers(good) | {route: answer}
+    if not getattr(answer, "slow", False):
+        assert_harmless(answers, here, words)
+        return
+    with impatient(route) as options:
+        assert_harmless(answers, here, words, **options)
 
 
 @pytest.mark.parametrize("attack", TARS)
@@ -259,7 +273,8 @@ def test_nothing_but_a_whole_trace_is_taken(attack: str, good: Path, here: Path)
     ],
 )
 def test_a_trace_that_never_ends_is_given_up(answer: Answer, words: str, good: Path, here: Path) -> None:
-    assert_harmless(good_answers(good) | {TRACE: answer}, here, words)
+    with impatient(TRACE):
+        assert_harmless(good_answers(good) | {TRACE: answer}, here, words)
 
 
 @pytest.mark.parametrize("chunked", [True, False])

@@ -10,7 +10,7 @@ import pytest
 
 from eagle_trace.errors import UsageError
 from eagle_trace.recording import hosts
-from eagle_trace.recording.hosts import find_host
+from eagle_trace.recording.hosts import find_host, has_own_forward
 
 ABSENT = "no_such_program"
 
@@ -78,6 +78,7 @@ def test_one_that_stands_in_for_a_program_is_chosen_for_its_own_drafts_alone(reg
     )
     assert find_host("trainer").name == "two"
     assert find_host("trainer", "ours", draft=Path("/drafts/two")).name == "ours"
+    assert [has_own_forward(Path("/drafts") / name) for name in ("ours", "two")] == [True, False]
 
 
 def test_one_that_is_not_installed_comes_with_what_installs_it(registered: list[SimpleNamespace]) -> None:

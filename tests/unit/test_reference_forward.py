@@ -11,8 +11,12 @@ import torch
 from transformers import DeepseekV3Config
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention, DeepseekV3RotaryEmbedding
 
+from eagle_trace import open_trace
 from eagle_trace.errors import CheckpointError, UsageError
+from eagle_trace.families import EAGLE3_MLA
 from eagle_trace.recording.hooks import Hooks
+from eagle_trace_analysis import diff
+from eagle_trace_analysis.diagnosis.diagnose import diagnosed
 from eagle_trace_reference.host import HOST
 from eagle_trace_reference.load import load_draft
 from eagle_trace_reference.model import LatentAttention, LatentDraft, Memory
@@ -21,6 +25,10 @@ from eagle_trace_reference.trainer import ReferenceForward
 from eagle_trace_training.numerics import computing_in, raise_dtype
 from tests.support.checkpoints import write_checkpoint
 from tests.support.latent import draft_config, draft_tensors, write_draft
+from tests.support.latent_faults import HEALTHY
+from tests.support.latent_pair import run
+from tests.support.numpy_target import answers
+from tests.support.pairs import TARGET
 
 SHAPE = Shape(
     vocabulary=50, draft_vocabulary=20, hidden=32, intermediate=48, target=32, features=3, heads=4, q_rank=24,
@@ -208,3 +216,25 @@ def test_it_takes_drafts_of_its_class_alone_and_trains_nothing(tmp_path: Path) -
     assert not HOST.takes(tmp_path / "nowhere")
     with pytest.raises(UsageError, match="trains nothing"):
         ReferenceForward().live(None)
+
+
+def test_it_agrees_with_a_server_that_absorbs_in_numpy_on_that_servers_tokens(tmp_path: Path) -> None:
+    """Features from the target, chains replayed, floors measured, parameters compared: a recording as it is made."""
+    _, _, serve = run(HEALTHY[0], tmp_path / "pair", prompts=answers()[:2])
+    out = tmp_path / "train.trace"
+    HOST.record(draft=tmp_path / "pair" / "trained", target=TARGET, replay=serve.path, out=out, device="cpu")
+    train = open_trace(out)
+    assert train.manifest.host == "reference"
+    assert "own reference" in train.manifest.changes[0]
+    assert "not a trainer's" in train.manifest.changes[0]
+    assert train.manifest.draft["layer_ids"] == [2, 4, 5]
+    assert train.family is serve.family is EAGLE3_MLA
+    assert train.table("floors").num_rows > 3 * 20
+    result = diagnosed(diff(train, serve), train, serve)
+    assert result.coverage.matched == len(serve.rows)
+    assert result.verdict == "agree"
+    assert result.diagnosis is not None
+    assert not result.diagnosis.confirmed
+    judged = {(one.site, one.step): one.verdict for one in result.diagnosis.replay}
+    assert set(judged.values()) == {"reproduced"}
+    assert {("layer.0.attn.context", step) for step in range(3)} <= set(judged)

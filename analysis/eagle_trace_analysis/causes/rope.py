@@ -27,6 +27,8 @@ from eagle_trace_analysis.replay.replay import Recomputed, Replay, Replayed
 Real = NDArray[Any]
 #: shares of a head that are rotated in published models
 SHARES = (1.0, 0.5, 0.25, 0.75)
+#: powers of ten that are tried as a base of scaled frequencies, and how many
+THETAS = (2.0, 8.0, 61)
 
 
 def _sites(context: Context) -> list[str]:
@@ -50,8 +52,10 @@ def check_theta(context: Context) -> Outcome:
             words = f"theta {fitted:.6g} (fitted to the recorded rotation)"
             plain = replace(mine, theta=fitted, kind="default", parameters={})
             yield Hypothesis(words if mine.kind == "default" else f"{words}, no scaling", replay.varied(rope=plain))
-            if mine.kind != "default":
-                yield Hypothesis(words, replay.varied(rope=replace(mine, theta=fitted)))
+        scaled = fit_scaled_theta(replay, node.step)
+        if scaled is not None:
+            words = f"theta {scaled:.6g} (fitted to the recorded rotation)"
+            yield Hypothesis(words, replay.varied(rope=replace(mine, theta=scaled)))
 
     return counterfactual(context, _sites(context), others, lambda _: _fix(context), own=("rope frequencies",))
 
@@ -64,8 +68,49 @@ def _fix(context: Context) -> str:
 def fit_theta(replay: Replay, step: int = 0) -> float | None:
     """The base of the frequencies that turned recorded q into recorded q_rope at a step, None if no rows show it.
 
-    Between positions that are 1 to 3 apart no pair goes round once, so the angle of pair i from one to the other is
-    their distance times theta^(-2 i / size). At position 0 every angle is 0.
+    Of a rotation without scaling, whose pair i turns by theta^(-2 i / size) per position.
+    """
+    frequency = _frequencies(replay, step)
+    if frequency is None:
+        return None
+    size = int(replay.form.head_dim * replay.form.rope.partial)
+    index = np.arange(1, len(frequency))
+    good = frequency[1:] > 1e-9
+    if not good.any():
+        return None
+    # small angles drown in rounding; the first pairs tell theta best
+    theta = np.exp(-np.log(frequency[1:][good]) * size / (2 * index[good]))
+    return float(np.median(theta[: max(1, size // 8)]))
+
+
+def fit_scaled_theta(replay: Replay, step: int = 0) -> float | None:
+    """The base with which the trained scaling comes nearest to the recorded rotation; None if there is no scaling."""
+    frequency, rope = _frequencies(replay, step), replay.form.rope
+    if frequency is None or rope.kind == "default":
+        return None
+    some = np.arange(1, max(3, len(frequency) // 4 + 1))
+    some = some[(some < len(frequency)) & (frequency[np.minimum(some, len(frequency) - 1)] > 1e-9)]
+    if not some.size:
+        return None
+
+    def off(power: float) -> float:
+        found = replace(rope, theta=10.0**power).frequencies(replay.form.head_dim)
+        return float("inf") if found is None else float(np.square(np.log(found[0][some] / frequency[some])).sum())
+
+    powers = np.linspace(*THETAS)
+    best = min(powers.tolist(), key=off)
+    low, high = best - (powers[1] - powers[0]), best + (powers[1] - powers[0])
+    for _ in range(60):
+        left, right = low + (high - low) / 3, high - (high - low) / 3
+        low, high = (low, right) if off(left) < off(right) else (left, high)
+    return float(10.0 ** ((low + high) / 2))
+
+
+def _frequencies(replay: Replay, step: int) -> Real | None:
+    """Angles per position that turned recorded q into recorded q_rope at a step [rotated / 2]; None if no rows show it.
+
+    Between positions that are 1 to 3 apart no pair goes round once, so the angle of a pair from one to the other is
+    their distance times its frequency. At position 0 every angle is 0.
     """
     size = int(replay.form.head_dim * replay.form.rope.partial)
     half = size // 2
@@ -89,14 +134,8 @@ def fit_theta(replay: Replay, step: int = 0) -> float | None:
     if not near.any():
         return None
     angle = np.angle(turned[1:][near] * np.conj(turned[:-1][near]))
-    frequency = np.median(angle / apart[near, None], axis=0)[1:]
-    index = np.arange(1, half)
-    good = frequency > 1e-9
-    if not good.any():
-        return None
-    # small angles drown in rounding; the first pairs tell theta best
-    theta = np.exp(-np.log(frequency[good]) * size / (2 * index[good]))
-    return float(np.median(theta[: max(1, half // 4)]))
+    frequency: Real = np.median(angle / apart[near, None], axis=0)
+    return frequency
 
 
 def _turned_queries(replay: Replay) -> tuple[Real, Real, NDArray[np.bool_]] | None:

@@ -76,8 +76,11 @@ class Rope:
 
     def words(self) -> str:
         """In a few words."""
-        text = f"theta {self.theta:g}" + ("" if self.kind == "default" else f", {self.kind}")
+        kind = "DeepSeek's yarn" if self.kind == "deepseek_yarn" else self.kind
+        text = f"theta {self.theta:g}" + ("" if kind == "default" else f", {kind}")
         text += f" x {self.parameters['factor']:g}" if "factor" in self.parameters else ""
+        if self.kind == "deepseek_yarn" and "original_max_position_embeddings" in self.parameters:
+            text += f" from {self.parameters['original_max_position_embeddings']} tokens"
         text += "" if self.partial == 1 else f", {self.partial:g} of each head"
         text += f", {self.rounded} rounded to bfloat16" if self.rounded else ""
         return text + (", interleaved" if self.interleaved else "")
@@ -105,7 +108,7 @@ def _yarn(base: Float64, rotated: int, theta: float, given: Mapping[str, Any]) -
 
     low = max(math.floor(place(float(given.get("beta_fast", 32)))), 0)
     high = min(math.ceil(place(float(given.get("beta_slow", 1)))), rotated - 1)
-    ramp = np.clip((np.arange(rotated // 2) - low) / ((high - low) or 1e-3), 0, 1)
+    ramp = np.clip((np.arange(len(base)) - low) / ((high - low) or 1e-3), 0, 1)
     scale = 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
     return base / factor * ramp + base * (1 - ramp), float(given.get("attention_factor") or scale)
 

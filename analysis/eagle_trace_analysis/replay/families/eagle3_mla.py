@@ -111,7 +111,8 @@ def context(i: Inputs, at: str) -> Real:
     )  # fmt: skip
     i.present &= done
     summed = out[..., : latent.rank]
-    return np.einsum("thl,hvl->thv", summed, to_values).reshape(len(out), -1)[:, i.channels]
+    found: Real = np.einsum("thl,hvl->thv", summed, to_values).reshape(len(out), -1)[:, i.channels]
+    return found
 
 
 #: steps by the last part of the site's name
