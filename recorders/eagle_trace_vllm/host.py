@@ -23,7 +23,9 @@ class VLLM:
     kind: Kind = "server"
     module = "vllm"
     # its pins and SGLang's exclude each other
-    install = "pip install 'eagle-trace[vllm]' in an environment of its own, and run this command there"
+    install = (
+        "pip install 'eagle-trace[vllm]' in an environment of its own, and run this command there or with --env PYTHON"
+    )
 
     def takes(self, draft: Path) -> bool:
         """It reads what speculators saved as well as the flat format."""
