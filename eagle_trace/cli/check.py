@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from enum import StrEnum
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -23,15 +22,31 @@ class CheckFormat(StrEnum):
 
 
 def check(
-    draft: Annotated[Path, typer.Argument(help="Draft checkpoint, in speculators or SGLang format.")],
+    draft: Annotated[
+        str,
+        typer.Argument(help="Draft checkpoint, in speculators or SGLang format: a folder, or hf://owner/name."),
+    ],
     target: Annotated[
-        Path | None,
-        typer.Option(help="Target checkpoint: layers, width and vocabulary are compared with it."),
+        str | None,
+        typer.Option(metavar="PATH", help="Target checkpoint: layers, width and vocabulary are compared with it."),
     ] = None,
     reference: Annotated[
-        Path | None,
+        str | None,
         typer.Option(
-            help="Another checkpoint of this draft: the one before a fix, or the speculators folder it came from."
+            metavar="PATH",
+            help="Another checkpoint of this draft: the one before a fix, or what it was trained as (the speculators "
+            "folder, SpecForge's draft_config.json or run-stepN folder).",
+        ),
+    ] = None,
+    trainer: Annotated[
+        str | None,
+        typer.Option(metavar="NAME[==RELEASE]", help="Who trained it, such as specforge==0.2.0; told by the folder."),
+    ] = None,
+    recipe: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FILE|KEY=VALUE",
+            help="What the training was run with: a YAML file, or data.max_length=4096. Repeat.",
         ),
     ] = None,
     quiet: Annotated[
@@ -53,11 +68,21 @@ def check(
     from eagle_trace.terminal import PlainConsole
     from eagle_trace_analysis.checkpoint.check import check as check_checkpoint
     from eagle_trace_analysis.checkpoint.purpose import Purpose, purpose_of
+    from eagle_trace_analysis.checkpoint.recipe import read_recipe
+    from eagle_trace_analysis.checkpoint.remote import folder_of
     from eagle_trace_analysis.engines import engine_named
     from eagle_trace_analysis.report.check import render_brief, render_text
 
-    purpose = purpose_of(draft) if engine is None else Purpose(engine_named(engine))
-    result = check_checkpoint(draft, target=target, reference=reference, engine=purpose.engine)
+    place = folder_of(draft)
+    purpose = purpose_of(place) if engine is None else Purpose(engine_named(engine))
+    result = check_checkpoint(
+        place,
+        target=target,
+        reference=reference,
+        engine=purpose.engine,
+        trainer=trainer,
+        recipe=read_recipe(recipe or ()),
+    )
     if purpose.why:
         result = replace(result, why=f"{purpose.why}; {purpose.others} judges for another")
     if format is not CheckFormat.text:

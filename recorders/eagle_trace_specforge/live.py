@@ -5,12 +5,13 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from specforge.algorithms.eagle3 import model as eagle3
-from specforge.modeling.draft.llama3_eagle import LlamaForCausalLMEagle3
+from specforge.modeling.draft.llama3_eagle import LlamaAttention, LlamaForCausalLMEagle3
 from specforge.modeling.target.target_head import TargetHead
 
 from eagle_trace.capture import Array
@@ -18,10 +19,15 @@ from eagle_trace.checkpoints import config_digest
 from eagle_trace.errors import HostError, UsageError
 from eagle_trace.manifest import Manifest
 from eagle_trace.recording.hooks import Hooks
+from eagle_trace.recording.names import canonical_name
 from eagle_trace.recording.stage import Held
+from eagle_trace_specforge.load import default_layers, loaded
 from eagle_trace_specforge.sites import SiteTap
 from eagle_trace_training.batches import PADDING, Batch
-from eagle_trace_training.host import HungTaps, Receive, TrainingHost
+from eagle_trace_training.host import HungTaps, LoadedDraft, Receive, TrainingHost
+from eagle_trace_training.numerics import DTYPES
+from eagle_trace_training.twin import twin
+from eagle_trace_training.weights import target_config
 
 #: what the forward returns, a list of one value per step each
 METRICS = ("ploss", "acceptance_rate", "acc", "correct", "denom", "loss", "loss_denom")
@@ -39,6 +45,8 @@ class LiveModel:
     Raises:
         UsageError: there is no EAGLE-3 draft in it that can be recorded.
     """
+
+    interrupts: tuple[type[BaseException], ...] = ()
 
     def __init__(self, host: TrainingHost, model: Any) -> None:
         self.host = host
@@ -76,6 +84,20 @@ class LiveModel:
             "draft_vocab_size": config.draft_vocab_size,
         }
         manifest.target = {"path": None}
+
+    def trained(self) -> list[str]:
+        """Canonical names of the parameters that are trained."""
+        return [canonical_name(name) for name, one in self.draft.named_parameters() if one.requires_grad]
+
+    def twin(self, dtype: str, target: Path | None) -> LoadedDraft:
+        """The draft as it is now, with sdpa attention; see `eagle_trace_training.twin`."""
+        model = twin(self.draft, DTYPES[dtype])
+        # all kinds of attention have the same parameters
+        model.midlayer.self_attn.__class__ = LlamaAttention
+        ids = (model.config.to_dict().get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+        if ids is None and target is not None:
+            ids = default_layers(int(target_config(target).num_hidden_layers))
+        return loaded(self.host, model, None if ids is None else [i + 1 for i in ids])
 
     def hang(self, hooks: Hooks, receive: Receive, targets: Callable[[Any], None]) -> tuple[HungTaps, list[str]]:
         """Hang the sites, the verifier's distribution, and the shift that drops each document's first token."""

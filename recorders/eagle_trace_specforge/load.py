@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ def load_draft(host: TrainingHost, draft: Path, target: Path | None, dtype: str,
     notes = fill_from_target(head, model, target)
     missing = _load(model, head)
     raise_dtype(model, dtype)  # not .to(dtype), which rounds the rotary tables as well
-    layer_ids = captured_inputs(head, target, lambda layers: [1, layers // 2 - 1, layers - 4])
+    layer_ids = captured_inputs(head, target, default_layers)
     facts = checkpoint_facts(draft, head_config(draft)) | {
         "format": "specforge",
         "layer_ids": layer_ids,
@@ -55,17 +56,27 @@ def load_draft(host: TrainingHost, draft: Path, target: Path | None, dtype: str,
         "translated": head.translated,
         **{name: getattr(model.config, name, None) for name in FACTS},
     }
+    made = loaded(host, model.to(device).eval(), layer_ids)
+    return replace(made, stored=stored, facts=facts, warnings=notes)
+
+
+def loaded(host: TrainingHost, model: Any, layer_ids: list[int] | None) -> LoadedDraft:
+    """A model with what its config says of it."""
     return LoadedDraft(
         host,
-        model.to(device).eval(),
+        model,
         layer_ids,
-        stored,
-        facts,
+        stored=set(model.state_dict()),
+        facts={},
         fused_width=int(model.fc.in_features),
         hidden_size=int(model.target_hidden_size),
         heads=int(model.config.num_attention_heads),
-        warnings=notes,
     )
+
+
+def default_layers(layers: int) -> list[int]:
+    """Servers' ids of the layers that are captured of a target of so many, where the draft names none."""
+    return [1, layers // 2 - 1, layers - 4]
 
 
 def _build(head: Published) -> Any:

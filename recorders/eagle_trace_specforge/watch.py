@@ -14,3 +14,6 @@ def _strategy_ready(module: Any) -> None:
 
 
 WATCHED: Mapping[str, Callable[[Any], None]] = {"specforge.training.strategies.base": _strategy_ready}
+
+#: the class that trains and its method that does, by module
+TRAINERS: Mapping[str, tuple[str, str]] = {"specforge.training.controller": ("TrainerController", "fit")}

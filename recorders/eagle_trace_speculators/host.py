@@ -33,5 +33,11 @@ class Speculators:
 
         return record(**options)
 
+    def training(self, trainer: Any) -> Any:
+        """What of it goes on in `trainer`: see `eagle_trace_speculators.training`."""
+        from eagle_trace_speculators.training import training
+
+        return training(trainer)
+
 
 HOST = Speculators()

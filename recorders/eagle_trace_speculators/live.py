@@ -13,18 +13,24 @@ from typing import Any
 import numpy as np
 import speculators.models.attention
 import torch
+from speculators.models.attention import create_float_mask
 from speculators.models.eagle3 import Eagle3DraftModel
+from speculators.models.utils import resolve_target_layer_ids
+from speculators.train.graceful_shutdown import TrainingInterruptedError
 
 from eagle_trace.capture import Array
 from eagle_trace.checkpoints import config_digest
 from eagle_trace.errors import CheckpointError, HostError, UsageError
 from eagle_trace.manifest import Manifest
 from eagle_trace.recording.hooks import Hooks
+from eagle_trace.recording.names import canonical_name
 from eagle_trace.recording.stage import Held
 from eagle_trace_speculators.hooks import SiteTap
-from eagle_trace_speculators.load import config_facts, is_compiled, uncompiled
+from eagle_trace_speculators.load import config_facts, is_compiled, loaded, uncompiled
 from eagle_trace_training.batches import Batch
-from eagle_trace_training.host import HungTaps, Receive, TrainingHost
+from eagle_trace_training.host import HungTaps, LoadedDraft, Receive, TrainingHost
+from eagle_trace_training.numerics import DTYPES
+from eagle_trace_training.twin import eager, twin
 from eagle_trace_training.weights import target_facts
 
 FLEX = "simple_flex_attention"
@@ -47,6 +53,8 @@ class LiveModel:
         UsageError: there is no such draft in it.
     """
 
+    interrupts: tuple[type[BaseException], ...] = (TrainingInterruptedError,)
+
     def __init__(self, host: TrainingHost, model: Any) -> None:
         self.host = host
         self.draft, self._compiled = unwrapped(model)
@@ -68,6 +76,19 @@ class LiveModel:
             **config_facts(config, list(layer_ids) if layer_ids else None),
         }
         manifest.target = _target(config)
+
+    def trained(self) -> list[str]:
+        """Canonical names of the parameters that are trained."""
+        return [canonical_name(name) for name, one in self.draft.named_parameters() if one.requires_grad]
+
+    def twin(self, dtype: str, target: Path | None) -> LoadedDraft:
+        """The draft as it is now, with eager attention; see `eagle_trace_training.twin`."""
+        model = twin(self.draft, DTYPES[dtype], eager(self.draft))
+        model._attn_impl, model._create_mask_fn = "eager", create_float_mask
+        layer_ids = model.config.eagle_aux_hidden_state_layer_ids
+        if target is not None:
+            layer_ids = resolve_target_layer_ids(layer_ids, str(target))
+        return loaded(self.host, model, list(layer_ids) if layer_ids else None)
 
     def hang(self, hooks: Hooks, receive: Receive, targets: Callable[[Any], None]) -> tuple[HungTaps, list[str]]:
         """Hang the sites and the verifier's head; run uncompiled what is compiled."""

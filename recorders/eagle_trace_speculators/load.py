@@ -8,6 +8,7 @@ checkpoint lacks is taken from `--target` as speculators does it for the verifie
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -109,18 +110,24 @@ def load_draft(host: TrainingHost, draft: Path, target: Path | None, dtype: str,
         notes.append(f"not in the draft's checkpoint, left at their start values: {', '.join(others)}")
     if dropped:
         notes.append(f"in the draft's checkpoint, not used by speculators: {', '.join(dropped)}")
-    layer, methods = config.transformer_layer_config, config.speculators_config.proposal_methods
+    made = loaded(host, model, layer_ids)
+    return replace(made, stored=stored, facts=facts, warnings=notes)
+
+
+def loaded(host: TrainingHost, model: Any, layer_ids: list[int] | None) -> LoadedDraft:
+    """A model with what its config says of it."""
+    config = model.config
+    methods = config.speculators_config.proposal_methods
     return LoadedDraft(
         host,
         model,
         layer_ids,
-        stored,
-        facts,
+        stored=set(draft_tensors(model)),
+        facts={},
         fused_width=int(model.fc.in_features),
         hidden_size=int(model.hidden_size),  # speculators makes the draft's and the target's the same
-        heads=layer.num_attention_heads,
+        heads=config.transformer_layer_config.num_attention_heads,
         steps=next((int(n) for method in methods if (n := getattr(method, "speculative_tokens", None))), None),
-        warnings=notes,
     )
 
 

@@ -20,3 +20,6 @@ WATCHED: Mapping[str, Callable[[Any], None]] = {
     "speculators.models.eagle3.core": _model_ready,
     "speculators.train.data": lambda module: remember_datasets(module.ArrowDataset),
 }
+
+#: the class that trains and its method that does, by module
+TRAINERS: Mapping[str, tuple[str, str]] = {"speculators.train.trainer": ("Trainer", "run_training")}

@@ -43,8 +43,21 @@ _datasets: list[weakref.ref[Any]] = []
 
 def install() -> None:
     """Watch for the trainers' models if the environment asks for a recording; once, however often it is called."""
-    if os.environ.get(OUT) and not any(isinstance(finder, _Watcher) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Watcher())
+    if os.environ.get(OUT):
+        watch(watched())
+
+
+def watch(modules: Mapping[str, Callable[[Any], None]]) -> None:
+    """Call, with each of these modules, what is beside its name when it was executed; modules watched already stay so.
+
+    Args:
+        modules: what to call, by the module's name.
+    """
+    watcher = next((finder for finder in sys.meta_path if isinstance(finder, _Watcher)), None)
+    if watcher is None:
+        watcher = _Watcher()
+        sys.meta_path.insert(0, watcher)
+    watcher.watch(modules)
 
 
 def watched() -> dict[str, Callable[[Any], None]]:
@@ -57,10 +70,13 @@ def watched() -> dict[str, Callable[[Any], None]]:
 
 
 class _Watcher(MetaPathFinder):
-    """Lets the others find modules, and is told when one of those `watched` was executed."""
+    """Lets the others find modules, and is told when one of those that are watched was executed."""
 
     def __init__(self) -> None:
-        self._watched = watched()
+        self._watched: dict[str, Callable[[Any], None]] = {}
+
+    def watch(self, modules: Mapping[str, Callable[[Any], None]]) -> None:
+        self._watched = {**modules, **self._watched}
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
         """The spec of a watched module, whose loader calls back; None for all others."""
@@ -79,7 +95,7 @@ class _Watcher(MetaPathFinder):
                 ready(module)
             except Exception as error:  # noqa: BLE001 (somebody's training: said, never raised)
                 logger.warning(
-                    "eagle-trace cannot record this version of %s: %s: %s", name.partition(".")[0], name, error
+                    "eagle-trace cannot follow this version of %s: %s: %s", name.partition(".")[0], name, error
                 )
 
         # a loader is made for one module only

@@ -26,7 +26,9 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Precision:
-    """The serving dtype, the reference dtype (on-disk names), and the device to compute on."""
+    """The serving dtype, the reference dtype (on-disk names; the same where no floor is measured), and the device to
+    compute on.
+    """
 
     dtype: str
     reference: str
@@ -89,8 +91,10 @@ class ComputedFeatures:
         self.layers = LayerSamples(decoder, sum(max(0, len(task.token_ids) - 1) for task in tasks))
         with self.layers:
             self._low = self._run(decoder, layer_ids, tasks, dtype, self.layers.keep)
-        progress(f"target features of {len(tasks)} prompts in {reference}, for the rounding floor")
-        self._reference = self._run(raise_dtype(decoder, reference), layer_ids, tasks, reference)
+        self._reference = self._low
+        if reference != dtype:
+            progress(f"target features of {len(tasks)} prompts in {reference}, for the rounding floor")
+            self._reference = self._run(raise_dtype(decoder, reference), layer_ids, tasks, reference)
 
     def count(self, task: Task) -> int:
         """Every root whose next token is known."""

@@ -161,6 +161,8 @@ class LiveDraft(Protocol):
         module: the module of which one forward is one batch.
         signature: of that forward, `self` included.
         hidden_size: the target's.
+        interrupts: exceptions that the trainer has raised wherever it happens to be, to be stopped (a signal's): never
+            ours to catch.
     """
 
     host: TrainingHost
@@ -168,9 +170,26 @@ class LiveDraft(Protocol):
     module: Any
     signature: inspect.Signature
     hidden_size: int
+    interrupts: tuple[type[BaseException], ...]
 
     def describe(self, manifest: Manifest) -> None:
         """Fill in what is known of draft and target before the first forward."""
+        ...
+
+    def trained(self) -> list[str]:
+        """Canonical names of the parameters that are trained."""
+        ...
+
+    def twin(self, dtype: str, target: Path | None) -> LoadedDraft:
+        """The draft as it is now, to be run beside the training (`eagle_trace_training.twin`).
+
+        Args:
+            dtype: on-disk name of the dtype to compute in.
+            target: folder of the target, which says the layers where the config does not; None if there is none.
+
+        Raises:
+            HostError: it cannot be run beside the training.
+        """
         ...
 
     def hang(self, hooks: Hooks, receive: Receive, targets: Callable[[Any], None]) -> tuple[HungTaps, list[str]]:
@@ -196,3 +215,22 @@ class LiveDraft(Protocol):
     def metrics(self, output: Any) -> Iterator[tuple[str, Any, int | None]]:
         """(name, value, step or None) of what the forward returned; a value is a number, or a tensor of one."""
         ...
+
+
+@dataclass(frozen=True)
+class Training:
+    """A training that goes on, seen from outside.
+
+    Attributes:
+        live: the draft that it trains.
+        called: the module that it calls once or more per step.
+        step: optimizer steps done so far; None where nobody counts them.
+        log: gives values, by name, and the step they belong to, to whatever the trainer logs its own metrics with.
+        close: takes off what `log` hung into the trainer, and hands over what it still holds.
+    """
+
+    live: LiveDraft
+    called: Any
+    step: Callable[[], int] | None
+    log: Callable[[Mapping[str, float | str], int], None]
+    close: Callable[[], None] = lambda: None

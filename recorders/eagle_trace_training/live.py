@@ -187,6 +187,8 @@ class Recording:
             try:
                 with torch.no_grad():
                     function(*args)
+            except self._live.interrupts:
+                raise
             except Exception as error:  # noqa: BLE001 (never into the training: it ends the recording, and is said)
                 self._fail(error)
 

@@ -145,14 +145,7 @@ def _record(host: TrainingHost, asked: TrainOptions, warnings: list[str], progre
 def _tasks(asked: TrainOptions, draft: LoadedDraft, trace: Trace | None, manifest: Manifest) -> tuple[list[Task], int]:
     """The prompts and the number of steps; both are noted in the manifest."""
     if trace is not None:
-        tasks, unpaired = replay_tasks(trace, asked.steps)
-        steps = 1 + max((len(path) for task in tasks for _, path in task.chains or ()), default=0)
-        if unpaired:
-            why = "the server let them attend to another branch of its draft tree, which training never does"
-            rows = f"{unpaired} rows of the replayed trace"
-            manifest.not_materialised.append({"site": "*", "rows": rows, "why": why})
-        if early := trace.manifest.ended_early:
-            manifest.warnings.append(f"of the replayed trace {trace.path} {early}")
+        tasks, steps = tasks_of(trace, asked.steps, manifest)
     elif asked.prompts is not None:
         tasks = prompt_tasks(read_prompts(asked.prompts), asked.target)
         steps = asked.steps or draft.steps or DEFAULT_STEPS
@@ -168,11 +161,30 @@ def _tasks(asked: TrainOptions, draft: LoadedDraft, trace: Trace | None, manifes
     }
     if left_out := asked.selection.to_dict():
         manifest.settings["selection"] = left_out
-    manifest.prompts_digest = prompts_digest(_keys(tasks))
+    manifest.prompts_digest = prompts_digest(keys_of(tasks))
     return tasks, steps
 
 
-def _keys(tasks: Sequence[Task]) -> list[str]:
+def tasks_of(trace: Trace, most: int | None, manifest: Manifest) -> tuple[list[Task], int]:
+    """The prompts of a serve trace to replay, and in how many steps; what of it is not replayed goes to the manifest.
+
+    Args:
+        trace: the serve trace.
+        most: most steps; None for as many as the server did.
+        manifest: of the trace to be written.
+    """
+    tasks, unpaired = replay_tasks(trace, most)
+    steps = 1 + max((len(path) for task in tasks for _, path in task.chains or ()), default=0)
+    if unpaired:
+        why = "the server let them attend to another branch of its draft tree, which training never does"
+        rows = f"{unpaired} rows of the replayed trace"
+        manifest.not_materialised.append({"site": "*", "rows": rows, "why": why})
+    if early := trace.manifest.ended_early:
+        manifest.warnings.append(f"of the replayed trace {trace.path} {early}")
+    return tasks, steps
+
+
+def keys_of(tasks: Sequence[Task]) -> list[str]:
     """Prompt keys by prompt number: a server notes its prompts in the order they came."""
     records = sorted((task.record for task in tasks), key=lambda record: int(record["prompt_id"]))
     return [str(record["prompt_key"]) for record in records]

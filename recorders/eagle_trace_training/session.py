@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -38,6 +39,7 @@ class Session:
         writer: takes the captures.
         progress: receives messages.
         selection: which captures to keep.
+        floors: whether to measure what rounding does, by a second pass in the reference dtype.
     """
 
     draft: LoadedDraft
@@ -48,12 +50,13 @@ class Session:
     writer: TraceWriter
     progress: Callable[[str], None]
     selection: Selection = EVERYTHING
+    floors: bool = True
 
     def __post_init__(self) -> None:
         d2t = self.draft.model.d2t
         target_ids = None if d2t is None else offsets_to_ids(to_array(d2t))
         # every row of every site: how far rounding takes it is measured, whatever the trace keeps
-        made = partial(Forwards, self.writer, self.selection, self.draft.hidden_size, target_ids, in_full=True)
+        made = partial(Forwards, self.writer, self.selection, self.draft.hidden_size, target_ids, in_full=self.floors)
         self._forwards, self._reference = made(), made()
 
     @property
@@ -71,19 +74,28 @@ class Session:
         budget = row_budget(self.draft.heads, self.steps, np.dtype(reference).itemsize)
         packs = list(self.draft.host.packs(documents, budget))
         rows = sum(len(roots) for document in documents for roots in document.roots)
-        self.progress(f"draft: {rows} rows in {len(packs)} forwards, {self.steps} steps, {self.dtype} and {reference}")
+        both = f"{self.dtype} and {reference}" if self.floors else self.dtype
+        self.progress(f"draft: {rows} rows in {len(packs)} forwards, {self.steps} steps, {both}")
         floors = Floors(self.dtype, reference)
-        upper = replace(self.draft, model=raise_dtype(copy.deepcopy(self.draft.model), reference))
         tasks = {task.prompt_id: task for task in self.tasks}
-        with PackRunner(self.draft, self.dtype) as low, PackRunner(upper, reference) as high:
+        with PackRunner(self.draft, self.dtype) as low, self._above(reference) as high:
             for number, batch in enumerate(packs):
                 if not self.writer.accepting:
                     break
-                self._record(batch, tasks, low, high, floors)
+                kept = self._record(batch, tasks, low)
+                if high is not None:
+                    self._measure(batch, tasks, high, kept, floors)
                 if (number + 1) % max(1, len(packs) // 10) == 0:
                     self.progress(f"draft: {number + 1} of {len(packs)} forwards")
         self._reference.stage.later(lambda: (("record", ("floors", record)) for record in floors.records()))
         self._reference.send()
+
+    def _above(self, reference: str) -> AbstractContextManager[PackRunner | None]:
+        """The draft in the reference dtype; None where no floor is measured."""
+        if not self.floors:
+            return nullcontext()
+        upper = replace(self.draft, model=raise_dtype(copy.deepcopy(self.draft.model), reference))
+        return PackRunner(upper, reference)
 
     def _documents(self, task: Task) -> list[Document]:
         count = self.features.count(task)
@@ -108,7 +120,7 @@ class Session:
                     "it was never loaded, or is damaged"
                 )
 
-    def _record(self, batch: Pack, tasks: dict[int, Task], low: PackRunner, high: PackRunner, floors: Floors) -> None:
+    def _record(self, batch: Pack, tasks: dict[int, Task], low: PackRunner) -> list[Forward]:
         first = self._forwards.calls
         # of a tree, all that would compete
         count = TOPK if self.trees else 1
@@ -122,7 +134,13 @@ class Session:
             say_seen(self.writer.manifest, low.tap)
         for forward in kept:
             forward.close("train", len(batch.documents))
-        reference = self._opened(self._reference, batch, first)
+        return kept
+
+    def _measure(
+        self, batch: Pack, tasks: dict[int, Task], high: PackRunner, kept: Sequence[Forward], floors: Floors
+    ) -> None:
+        """The same pack in the reference dtype: how far rounding took what was kept."""
+        reference = self._opened(self._reference, batch, kept[0].call)
         high.run(batch, self._fused(batch, tasks, reference=True), reference, ())
 
         def compare() -> None:

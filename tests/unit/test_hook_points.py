@@ -11,12 +11,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from eagle_trace.capture import Shard
 from eagle_trace.errors import HostError
+from eagle_trace.families import EAGLE3, EAGLE3_MLA
 from eagle_trace.manifest import Manifest
 from eagle_trace.recording.hooks import Hooks
 from eagle_trace.sites import draft_sites
-from eagle_trace_sglang.layers import draft_layers
-from eagle_trace_sglang.params import used_name
+from eagle_trace_sglang.layers import draft_layers, family_of
+from eagle_trace_sglang.params import loaded_params, used_name
 from eagle_trace_sglang.ranks import draft_place
 from eagle_trace_sglang.sites import hook_draft, shards, tell_missing
 
@@ -249,11 +251,97 @@ def test_a_class_of_another_kind_is_refused(path: str) -> None:
         missing_sites(model)
 
 
-def test_a_draft_of_latent_attention_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+# ---- latent attention
+
+
+LATENT, SHARED_KEY, NARROW, HEADS = 4, 2, 6, 2
+PLAIN = A // HEADS - SHARED_KEY
+
+
+class Split(Linear):
+    """A linear that is split along its outputs."""
+
+    gather_output = False
+
+
+class LatentAttention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_lora_rank, self.kv_lora_rank = NARROW, LATENT
+        self.fused_qkv_a_proj_with_mqa = Linear(2 * H, NARROW + LATENT + SHARED_KEY)
+        self.q_a_layernorm, self.kv_a_layernorm, self.rotary_emb = Norm(), Norm(), Rotary()
+        self.q_b_proj, self.kv_b_proj, self.o_proj = Split(NARROW, A), Split(LATENT, HEADS * PLAIN), Linear(A, H)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q_a, kv_a = self.fused_qkv_a_proj_with_mqa(x)[0].split([NARROW, LATENT + SHARED_KEY], dim=-1)
+        latent = self.kv_a_layernorm(kv_a[:, :LATENT])
+        q = self.q_b_proj(self.q_a_layernorm(q_a))[0].view(-1, HEADS, A // HEADS)
+        turned, key = self.rotary_emb(q[..., PLAIN:], kv_a[:, None, LATENT:])
+        # in place, as the expanded form does
+        q[..., PLAIN:] = turned + key
+        return self.o_proj(q.flatten(1) + latent.repeat(1, 2))[0]
+
+
+def latent_draft() -> Draft:
     model = Draft()
-    monkeypatch.setattr(model.model.layers[0].self_attn, "kv_lora_rank", 32, raising=False)
-    with pytest.raises(HostError, match=r"SGLang's draft class Draft cannot be recorded.*latent attention"):
-        missing_sites(model)
+    model.model.layers[0].self_attn = LatentAttention()
+    return model
+
+
+def test_every_site_of_latent_attention_is_taken_once_where_it_is() -> None:
+    model = latent_draft()
+    taken = model.run()
+    wanted = {site.name for site in draft_sites(3, 1, EAGLE3_MLA) if not site.name.startswith(NOT_OF_A_MODULE)}
+    assert {site: len(found) for site, found in taken.items()} == dict.fromkeys(wanted, 1)
+    at = {site.removeprefix("layer.0.attn."): found[0] for site, found in taken.items()}
+    assert at["kv_a"].shape == (ROWS, LATENT + SHARED_KEY)
+    assert torch.equal(at["q_a_norm"], 2 * at["q_a"])
+    assert torch.equal(at["kv_a_norm"], 2 * at["kv_a"][:, :LATENT])
+    assert torch.equal(at["k_rope"], -at["kv_a"][:, LATENT:])
+    # the queries before they are overwritten, and head by head
+    assert torch.equal(at["q_rope"], -at["q"].view(ROWS, HEADS, -1)[..., PLAIN:].flatten(1))
+    assert family_of(model) is EAGLE3_MLA
+    assert family_of(Draft()) is EAGLE3
+
+
+LATENT_LOSSES = {
+    "fused_qkv_a_proj_with_mqa": ("q_a", "kv_a"),
+    "q_lora_rank": ("q_a", "kv_a"),
+    "q_a_layernorm": ("q_a_norm",),
+    "kv_a_layernorm": ("kv_a_norm",),
+    "q_b_proj": ("q",),
+    "rotary_emb": ("q_rope", "k_rope"),
+    "o_proj": ("context", "out"),
+    "kv_b_proj": (),
+}
+
+
+@pytest.mark.parametrize("part", LATENT_LOSSES)
+def test_a_part_of_latent_attention_that_is_not_there_loses_its_sites_and_no_other(part: str) -> None:
+    model = latent_draft()
+    path = f"model.layers.0.self_attn.{part}"
+    lose(model, path)
+    assert missing_sites(model) == {f"layer.0.attn.{site}": path for site in LATENT_LOSSES[part]}
+
+
+def test_what_a_rank_holds_of_latent_attention_is_asked_of_its_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = latent_draft()
+    for linear in (Split, Linear):
+        monkeypatch.setattr(linear, "tp_rank", 1)
+        monkeypatch.setattr(linear, "tp_size", 2)
+    assert draft_place(model) == (1, 2)
+    held = {site.removeprefix("layer.0."): shard for site, shard in shards(model).items() if shard is not None}
+    split = ("attn.q", "attn.q_rope", "attn.context", "mlp.gate", "mlp.up", "mlp.act")
+    assert held == dict.fromkeys(split, Shard(1, 2))
+
+
+def test_the_parameters_of_latent_attention_have_their_trained_names() -> None:
+    rows = {row["canonical_name"]: row for row in loaded_params(latent_draft(), None, set())}
+    attention = {name.split(".")[3]: row for name, row in rows.items() if ".self_attn." in name}
+    assert {part: row["shape"] for part, row in attention.items()} == {
+        "q_a_proj": [NARROW, 2 * H], "kv_a_proj_with_mqa": [LATENT + SHARED_KEY, 2 * H], "q_b_proj": [A, NARROW],
+        "kv_b_proj": [HEADS * PLAIN, LATENT], "o_proj": [H, A],
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(

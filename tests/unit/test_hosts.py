@@ -67,6 +67,19 @@ def test_of_several_the_one_that_takes_the_draft_needs_no_name(registered: list[
         find_host("trainer", draft=Path("/drafts/three"))
 
 
+def test_one_that_stands_in_for_a_program_is_chosen_for_its_own_drafts_alone(registered: list[SimpleNamespace]) -> None:
+    ours = host("ours", "trainer")
+    ours.stands_in = True
+    registered += [host("two", "trainer"), ours]
+    assert find_host("trainer", draft=Path("/drafts/ours")).name == "ours"
+    assert find_host("trainer", draft=Path("/drafts/two")).name == "two"
+    assert find_host("trainer", draft=Path("/drafts/three")).name == "two", (
+        "the one program there is says what is wrong"
+    )
+    assert find_host("trainer").name == "two"
+    assert find_host("trainer", "ours", draft=Path("/drafts/two")).name == "ours"
+
+
 def test_one_that_is_not_installed_comes_with_what_installs_it(registered: list[SimpleNamespace]) -> None:
     registered.append(host("one", "server", ABSENT))
     assert refused("server", "one") == "ONE is not installed here: get one"

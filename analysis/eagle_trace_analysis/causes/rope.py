@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from eagle_trace_analysis.causes.base import (
     RECORD_VALUES,
@@ -22,6 +24,7 @@ from eagle_trace_analysis.comparison.metrics import relative_error
 from eagle_trace_analysis.evidence.context import Context
 from eagle_trace_analysis.replay.replay import Recomputed, Replay, Replayed
 
+Real = NDArray[Any]
 #: shares of a head that are rotated in published models
 SHARES = (1.0, 0.5, 0.25, 0.75)
 
@@ -44,8 +47,11 @@ def check_theta(context: Context) -> Outcome:
                 yield Hypothesis(f"the deployed {words}", replay.varied(rope=served), deployed=True)
         fitted = fit_theta(replay, node.step)
         if fitted is not None:
+            words = f"theta {fitted:.6g} (fitted to the recorded rotation)"
             plain = replace(mine, theta=fitted, kind="default", parameters={})
-            yield Hypothesis(f"theta {fitted:.6g} (fitted to the recorded rotation)", replay.varied(rope=plain))
+            yield Hypothesis(words if mine.kind == "default" else f"{words}, no scaling", replay.varied(rope=plain))
+            if mine.kind != "default":
+                yield Hypothesis(words, replay.varied(rope=replace(mine, theta=fitted)))
 
     return counterfactual(context, _sites(context), others, lambda _: _fix(context), own=("rope frequencies",))
 
@@ -63,15 +69,18 @@ def fit_theta(replay: Replay, step: int = 0) -> float | None:
     """
     size = int(replay.form.head_dim * replay.form.rope.partial)
     half = size // 2
-    before, after = (replay.recorded.values(f"layer.0.attn.{name}") for name in ("q", "q_rope"))
-    if before is None or after is None or half < 2:
+    found = _turned_queries(replay)
+    if found is None or half < 2:
         return None
-    rows = np.flatnonzero(before.present & after.present & (replay.recorded.keys.step == step))
+    before, after, there = found
+    rows = np.flatnonzero(there & (replay.recorded.keys.step == step))
     position, first = np.unique(replay.recorded.keys.position[rows], return_index=True)
     if not len(position):
         return None
-    x, y = (side.values[rows[first]].reshape(len(first), -1, replay.form.head_dim) for side in (before, after))
-    a, b, c, d = x[..., :half], x[..., half:size], y[..., :half], y[..., half:size]
+    neighbours = replay.form.rope.interleaved
+    one, other = (slice(0, size, 2), slice(1, size, 2)) if neighbours else (slice(0, half), slice(half, size))
+    x, y = before[rows[first]], after[rows[first]]
+    a, b, c, d = x[..., one], x[..., other], y[..., one], y[..., other]
     turned = (a * c + b * d).sum(axis=1) + 1j * (a * d - b * c).sum(axis=1)
     if position[0] > 0:
         position, turned = np.insert(position, 0, 0), np.insert(turned, 0, 1.0, axis=0)
@@ -90,6 +99,18 @@ def fit_theta(replay: Replay, step: int = 0) -> float | None:
     return float(np.median(theta[: max(1, half // 4)]))
 
 
+def _turned_queries(replay: Replay) -> tuple[Real, Real, NDArray[np.bool_]] | None:
+    """What is rotated of the first layer's queries, before and after [S, heads, size], and the rows that have both."""
+    before, after = (replay.recorded.values(f"layer.0.attn.{name}") for name in ("q", "q_rope"))
+    size, latent = replay.form.head_dim, replay.form.latent
+    width = size + (latent.nope if latent is not None else 0)
+    if before is None or after is None or before.values.shape[1] % width or after.values.shape[1] % size:
+        return None
+    x, y = before.values.reshape(len(before.values), -1, width), after.values.reshape(len(after.values), -1, size)
+    # of latent attention the last part of each head is rotated
+    return (x[..., width - size :], y, before.present & after.present) if x.shape[1] == y.shape[1] else None
+
+
 def check_layout(context: Context) -> Outcome:
     """Neighbours rotated instead of halves, or another share of the head."""
 
@@ -101,7 +122,8 @@ def check_layout(context: Context) -> Outcome:
             yield Hypothesis(f"the deployed {served:g} of each head rotated", changed, deployed=True)
         flipped = replace(rope, interleaved=not rope.interleaved)
         words = "neighbouring elements rotated" if flipped.interleaved else "halves rotated"
-        yield Hypothesis(words, replay.varied(rope=flipped))
+        says = context.served_form is not None and context.served_form.rope.interleaved == flipped.interleaved
+        yield Hypothesis(words, replay.varied(rope=flipped), deployed=says)
         for share in dict.fromkeys((*SHARES, fit_share(replay))):
             if share is not None and share not in (rope.partial, served):
                 yield Hypothesis(f"{share:g} of each head rotated", replay.varied(rope=replace(rope, partial=share)))
@@ -110,32 +132,36 @@ def check_layout(context: Context) -> Outcome:
         context,
         _sites(context),
         others,
-        lambda words: (
-            as_trained(
-                context,
-                "rope",
-                ("rope",),
-                f"{_share(context)} of each head rotated",
-                f"rotate {_share(context)} of each head, as trained (partial_rotary_factor)",
-            )
-            if "of each head" in words
-            else f"the server has {words}: serve with the layout of the training, or permute q and k weights for it"
-        ),
+        lambda words: _layout_fix(context, words),
         own=("rope layout",),
     )
 
 
+def _layout_fix(context: Context, words: str) -> str:
+    if "of each head" in words:
+        return as_trained(
+            context,
+            "rope",
+            ("rope",),
+            f"{_share(context)} of each head rotated",
+            f"rotate {_share(context)} of each head, as trained (partial_rotary_factor)",
+        )
+    trained, served = context.form, context.served_form
+    if trained is not None and served is not None and trained.rope.interleaved != served.rope.interleaved:
+        return f"set rope_interleave {str(trained.rope.interleaved).lower()} in the deployed config, as trained"
+    return f"the server has {words}: serve with the layout of the training, or permute q and k weights for it"
+
+
 def fit_share(replay: Replay) -> float | None:
     """The share of a head that recorded q_rope turned: its last elements are those of q; None if no row shows it."""
-    before, after = (replay.recorded.values(f"layer.0.attn.{name}") for name in ("q", "q_rope"))
-    if before is None or after is None or before.values.shape != after.values.shape:
+    found = _turned_queries(replay)
+    rows = np.flatnonzero(found[2] & (replay.recorded.keys.position >= 1)) if found is not None else np.empty(0, int)
+    if found is None or not rows.size:
         return None
+    before, after, _ = found
     size = replay.form.head_dim
-    rows = np.flatnonzero(before.present & after.present & (replay.recorded.keys.position >= 1))
-    if not rows.size or before.values.shape[1] % size:
-        return None
-    off = np.abs(after.values[rows] - before.values[rows]).reshape(-1, size).max(axis=0)
-    scale = np.abs(before.values[rows]).max()
+    off = np.abs(after[rows] - before[rows]).reshape(-1, size).max(axis=0)
+    scale = np.abs(before[rows]).max()
     turned = np.flatnonzero(off > 1e-3 * scale)
     return float(turned[-1] + 1) / size if len(turned) else None
 

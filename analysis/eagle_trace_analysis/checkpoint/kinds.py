@@ -14,6 +14,7 @@ from typing import Any
 
 from eagle_trace.errors import CheckpointError
 from eagle_trace_analysis.checkpoint.files import StoredTensor
+from eagle_trace_analysis.engines import SGLANG, Engine
 from eagle_trace_analysis.engines.sglang import engine
 
 Tensors = Mapping[str, StoredTensor]
@@ -65,7 +66,7 @@ def refuse_other_types(folder: Path, kind: Any) -> None:
         raise CheckpointError(f"{folder} is a {kind} speculator, not eagle3: {served}")
 
 
-def recognise(tensors: Tensors, config: Mapping[str, Any]) -> Kind | None:
+def recognise(tensors: Tensors, config: Mapping[str, Any], engine: Engine = SGLANG) -> Kind | None:
     """The kind of draft, or None for an EAGLE-3 draft of `engine.ARCHITECTURE` (or what cannot be told from one).
 
     Args:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from eagle_trace_analysis.checkpoint.finding import Finding, failed, passed, skipped, warned
-from eagle_trace_analysis.checkpoint.subject import Subject
+from eagle_trace_analysis.checkpoint.subject import Subject, named_inputs
 from eagle_trace_analysis.checkpoint.width import feeds_one
 
 SINGLE = "single-layer-features"
@@ -30,6 +30,9 @@ def check_layer_ids(subject: Subject) -> Finding:
     inputs = subject.engine.captured_inputs(subject.served, subject.target_layers, subject.target_architecture)
     if subject.trained_ids is not None:
         return _against_training(subject, given, inputs)
+    told = _as_the_trainer_counts(subject, given, inputs)
+    if told is not None:
+        return told
     if given is None:
         top = subject.served.get("eagle_aux_hidden_state_layer_ids")
         lost = f" (the top-level {top} is not read)" if top else ""
@@ -39,7 +42,7 @@ def check_layer_ids(subject: Subject) -> Finding:
             DEFAULTED,
             f"{_where(subject)} names no layer ids{lost}: the engine guesses the inputs of layers 2, L/2 and "
             f"L-3{guess}",
-            f"{subject.engine.WORDS.name_ids}, or pass --reference to compare",
+            f"{subject.engine.WORDS.name_ids}, or pass --reference to compare{_not_exported(subject)}",
         )
     if subject.target is None and subject.engine.copied_from_training(given) is not None:
         layers = subject.engine.copied_from_training(given)
@@ -80,6 +83,49 @@ def check_layer_ids(subject: Subject) -> Finding:
         f"ids {given} make the engine feed the inputs of layers {inputs}: give --reference to compare with "
         "the training",
     )
+
+
+def _not_exported(subject: Subject) -> str:
+    """Where else a trainer may have been told its layers."""
+    if subject.origin is None or subject.origin.trainer.NAMES_LAYERS:
+        return ""
+    title = subject.origin.trainer.TITLE
+    return f"; {title} does not export the ids of its recipe (aux_hidden_state_layer_ids): give it as --recipe"
+
+
+def _as_the_trainer_counts(subject: Subject, given: list[int] | None, inputs: list[int] | None) -> Finding | None:
+    """The ids of a flat config by the count of the trainer that wrote it; None where that says nothing."""
+    origin, name = subject.origin, "layer-ids"
+    if origin is None or inputs is None:
+        return None
+    title, target = origin.trainer.TITLE, subject.target
+    if given is None:
+        meant = origin.trainer.default_layers(target.layers) if target is not None else None
+        if not origin.trainer.NAMES_LAYERS or meant != inputs:
+            return None
+        return passed(
+            name, DEFAULTED, f"no ids are named: {title} feeds the inputs of layers {meant}, and so does the engine"
+        )
+    meant = named_inputs(origin.trainer, subject.served, target)
+    last = subject.target_layers
+    if meant is None or (last is not None and max(meant) > last):
+        return None
+    if meant != inputs:
+        right = subject.engine.ids_that_capture(meant, last, subject.target_architecture)
+        return warned(
+            name,
+            SHIFTED,
+            f"{title} counts layers by their outputs: its ids {given} are the inputs of layers {meant}, and "
+            f"{subject.engine.TITLE} feeds the inputs of layers {inputs}",
+            f"if {title} wrote these ids, write {right}" if right else "no list makes the engine capture these layers",
+        )
+    if origin.sure and origin.trainer.NAMES_LAYERS:
+        return passed(
+            name,
+            SHIFTED,
+            f"{title} counts layers by their outputs: ids {given} make the engine feed the inputs of layers {inputs}",
+        )
+    return None
 
 
 def _cannot_capture(subject: Subject) -> Finding | None:

@@ -12,7 +12,7 @@ from eagle_trace_analysis.comparison.tolerance import sources
 Node = tuple[str, int]
 
 #: differs only if d2t does: judged on draft ids both sides name, so nothing upstream can explain it
-_SELF_EXPLAINED = "topk.target_id"
+SELF_EXPLAINED = "topk.target_id"
 #: kinds that are proved of a site alone: nothing upstream makes a weight another one
 _OWN = ("parameters", "step")
 
@@ -59,7 +59,7 @@ def find_frontier(sites: Sequence[Site], results: Mapping[Node, SiteResult]) -> 
                 for earlier in range(step)
             )
         else:
-            explained = name != _SELF_EXPLAINED and not all(clean(*source) for source in sources(by_name, name, step))
+            explained = name != SELF_EXPLAINED and not all(clean(*source) for source in sources(by_name, name, step))
         if not explained:
             frontier.add((name, step))
     return frontier

@@ -207,9 +207,9 @@ class Replay:
 
     def channels(self, site: str, rows: Int, channels: Int) -> Real:
         """Any channels of a step that `recompute` can recompute, on rows of the sample where it can: [T, C]."""
-        return self._computed(site, rows, channels)[0]
+        return self.computed(site, rows, channels)[0]
 
-    def _computed(self, site: str, rows: Int, channels: Int) -> tuple[Real, NDArray[np.bool_]]:
+    def computed(self, site: str, rows: Int, channels: Int) -> tuple[Real, NDArray[np.bool_]]:
         """A step on rows of the sample [T, C], and the rows whose inputs are all there, bool [T]."""
         found = self._step(site)
         if found is None:
@@ -287,7 +287,7 @@ class Replay:
         if not len(rows):
             raise NotReplayedError("no rows recorded at this step")
         channels = sampled(target.values.shape[1], 1 << 30 if attention else CHANNELS)
-        expected, present = self._computed(site, rows, channels)
+        expected, present = self.computed(site, rows, channels)
         if expected.shape[1] != len(channels):
             raise NotReplayedError(f"{site} is {target.values.shape[1]} wide, as trained it would be "
                                    f"{expected.shape[1]}")  # fmt: skip

@@ -1,0 +1,327 @@
+"""Looking at a draft while it trains: what a server would accept of it now, and whether it still fits the server.
+
+Every so many optimizer steps the fixed prompts of a server's trace are run through the draft as it is in memory
+(`eagle_trace_training.probe`), and the trace of that is held against the server's, or a baseline's, as `diff` does it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import fsspec
+
+from eagle_trace.errors import IncomparableError, UsageError
+from eagle_trace.jobs.servers import Ask, Pair, Running
+from eagle_trace.reader import Trace, open_trace
+from eagle_trace.recording.hooks import Hooks
+from eagle_trace.store import as_place
+
+if TYPE_CHECKING:
+    from eagle_trace_analysis import AcceptLength, Diff, Divergence
+    from eagle_trace_training.host import Training
+
+logger = logging.getLogger("eagle_trace")
+
+#: name of everything that is logged
+NAME = "eagle_trace"
+EVERY = 500
+#: traces of the training side, and of a server that is asked anew: in memory, so that no disk is waited for
+MEMORY = "memory://eagle-trace-monitoring"
+#: `first_divergence` where nothing diverges
+NOWHERE = -1
+
+
+@dataclass(frozen=True)
+class Watched:
+    """What is looked at, how often, and beside what.
+
+    Attributes:
+        served: serve trace whose prompts are replayed, or the URL of a running server, which is recorded at each look.
+        target: folder of the target, which computes the features; None to take those the server fed.
+        every: optimizer steps from one look to the next.
+        baseline: trace that the training is held against; None for `served`.
+        features: ``compute``, ``serve``, or a folder of the trainer's own training data; None for `compute` where
+            there is a target, else `serve`.
+        prompts: of a running server, the prompts to ask it.
+        level: how much to keep of each row.
+        device: where the target computes features.
+        max_new_tokens: of a running server, how far it shall answer.
+        api_key, admin_api_key: of a running server.
+    """
+
+    served: str
+    target: Path | None = None
+    every: int = EVERY
+    baseline: str | None = None
+    features: str | None = None
+    prompts: Path | None = None
+    level: str = "sketch"
+    device: str = "cpu"
+    max_new_tokens: int = 48
+    api_key: str | None = None
+    admin_api_key: str | None = None
+
+    def check(self) -> None:
+        """Raises UsageError if the options make no sense together."""
+        if self.every < 1:
+            raise UsageError(f"every must be 1 or more optimizer steps, not {self.every}")
+        if self.runs and self.prompts is None:
+            raise UsageError(f"{self.served} is a running server: give prompts to ask it, a file of JSON lines")
+        if not self.runs and self.prompts is not None:
+            raise UsageError("prompts are those of the served trace: give prompts only beside a running server's URL")
+        if self.kind == "compute" and self.target is None:
+            raise UsageError("features='compute' runs the target: give target, or take features='serve'")
+        if self.runs and self.kind == "serve" and self.level != "values":
+            raise UsageError("features='serve' needs the server's values: give target, or level='values'")
+
+    @property
+    def runs(self) -> bool:
+        """Whether `served` is a running server."""
+        return self.served.startswith(("http://", "https://"))
+
+    @property
+    def kind(self) -> str:
+        """Where features come from."""
+        return self.features or ("compute" if self.target is not None else "serve")
+
+
+@dataclass(frozen=True)
+class Look:
+    """One look at a draft in training.
+
+    Attributes:
+        step: optimizer steps done.
+        seconds: what it took, of the training's time.
+        accept: what the server got, and what is predicted for the draft as it is now.
+        first: the first place where the two part that does not follow from weights which training has moved; None if
+            there is none.
+        place: its number in the forward order of the sites, -1 for none; None where the two could not be compared.
+        causes: confirmed causes of it.
+        incomparable: why the two could not be compared, None if they could.
+    """
+
+    step: int
+    seconds: float
+    accept: AcceptLength
+    first: Divergence | None = None
+    place: int | None = NOWHERE
+    causes: tuple[str, ...] = ()
+    incomparable: str | None = None
+
+    def values(self) -> dict[str, float | str]:
+        """What is logged, by name."""
+        found: dict[str, float | str] = {f"{NAME}/seconds": self.seconds}
+        if self.accept.predicted is not None:
+            found[f"{NAME}/accept_length"] = self.accept.predicted
+        for depth, share in enumerate(self.accept.predicted_by_depth, start=1):
+            found[f"{NAME}/accept_share_{depth}"] = share
+        if self.place is not None:
+            found[f"{NAME}/first_divergence"] = float(self.place)
+            found[f"{NAME}/first_divergence_at"] = self.where
+        return found
+
+    @property
+    def where(self) -> str:
+        """The place in words: site, step and causes."""
+        if self.first is None:
+            return "none"
+        causes = f" ({', '.join(self.causes)})" if self.causes else ""
+        return f"{self.first.site}, step {self.first.step}{causes}"
+
+
+@dataclass
+class Monitoring:
+    """Looks at a training from its first step to its last: a context manager, made by `eagle_trace.monitor.monitoring`.
+
+    Attributes:
+        training: the training.
+        watched: what is looked at.
+        log: takes the values of each look and their step; the trainer's own loggers if None.
+        looks: all looks so far.
+        failure: what went wrong, None if nothing did. It ends the looking, never the training.
+    """
+
+    training: Training
+    watched: Watched
+    log: Callable[[Mapping[str, float | str], int], None] | None = None
+    looks: list[Look] = field(default_factory=list)
+    failure: Exception | None = None
+
+    def __post_init__(self) -> None:
+        self.watched.check()
+        self._hooks = Hooks()
+        self._steps, self._seen = 0, -1
+        self._said = NOWHERE
+        self.off = True
+
+    # ---- from the training's side
+
+    def __enter__(self) -> Monitoring:
+        """Make what stays the same, and begin.
+
+        Raises:
+            EagleTraceError: the traces, the target or the draft are not what is needed.
+        """
+        from eagle_trace_training.live import rank_and_world
+        from eagle_trace_training.probe import Probe
+
+        if rank_and_world()[0]:
+            return self  # one rank looks; the parameters are the same in all of them
+        watched = self.watched
+        self._probe = Probe(
+            self.training.live, target=watched.target, features=watched.kind, level=watched.level,
+            device=watched.device, progress=lambda message: logger.debug("%s", message),
+        )  # fmt: skip
+        self._served = None if watched.runs else _open_served(watched.served)
+        self._baseline = open_trace(as_place(watched.baseline)) if watched.baseline is not None else None
+        if self._served is not None:
+            self._probe.prepare(self._served)
+        self._hooks.before(self.training.called, lambda *_: self._called())
+        self.off = False
+        return self
+
+    def __exit__(self, _: type[BaseException] | None, error: BaseException | None, __: TracebackType | None) -> None:
+        if error is None and not self.off and self._now() != self._seen:
+            self._look_guarded(self._now())
+        self._end()
+
+    def _end(self) -> None:
+        if not self.off:
+            self.off = True
+            self._hooks.remove()
+            _forget()
+        try:
+            self.training.close()
+        except Exception as error:  # noqa: BLE001 (never into the training)
+            self._failed(error)
+
+    def _now(self) -> int:
+        """Optimizer steps done; where nobody counts them, forwards in training mode."""
+        return self.training.step() if self.training.step is not None else self._steps
+
+    def _called(self) -> None:
+        if self.off or not self.training.called.training:
+            return
+        step = self._now()
+        self._steps += 1
+        # several forwards belong to one step where gradients are accumulated
+        if step != self._seen and step % self.watched.every == 0:
+            self._look_guarded(step)
+
+    def _look_guarded(self, step: int) -> None:
+        try:
+            self._look(step)
+        except self.training.live.interrupts:
+            raise
+        except Exception as error:  # noqa: BLE001 (never into the training: it ends the looking, and is said once)
+            self._failed(error)
+            self._end()
+
+    def _failed(self, error: Exception) -> None:
+        if self.failure is None:
+            self.failure = error
+            logger.warning(
+                "eagle-trace no longer looks at this training: %s: %s; the training goes on without it",
+                type(error).__name__, error,
+            )  # fmt: skip
+
+    # ---- one look
+
+    def _look(self, step: int) -> None:
+        from eagle_trace_training.probe import stream_is_captured
+
+        if stream_is_captured():
+            return  # the next step is as good
+        began = time.perf_counter()
+        self._seen = step
+        served = self._served if self._served is not None else self._asked()
+        trained = open_trace(self._probe.record(served, f"{MEMORY}/train.trace"))
+        look = self._judged(step, trained, served, began)
+        self.looks.append(look)
+        if look.place is not None and look.place != self._said:
+            self._said = look.place
+            logger.warning(
+                "step %d: first divergence %s%s", step, look.where, f": {look.first.why}" if look.first else ""
+            )
+        (self.log or self.training.log)(look.values(), step)
+
+    def _asked(self) -> Trace:
+        """The running server, recorded now."""
+        watched, place = self.watched, f"{MEMORY}/serve.trace"
+        server = Running(watched.served, watched.api_key, watched.admin_api_key)
+        ask = Ask(max_new_tokens=watched.max_new_tokens, level=watched.level)
+        if watched.prompts is None:
+            raise UsageError(f"{watched.served} is a running server: give prompts to ask it")
+        server.record(Pair(Path(), None), watched.prompts, ask, place, lambda _: None)
+        return _open_served(place)
+
+    def _judged(self, step: int, trained: Trace, served: Trace, began: float) -> Look:
+        from eagle_trace_analysis import diff
+        from eagle_trace_analysis.comparison.moved import beside_moved
+
+        other = self._baseline if self._baseline is not None else served
+        whole = diff(trained, other)
+        accept = whole.accept_length if other is served else predicted(trained, served)
+        moving = trained.manifest.settings["trained"]
+        left = beside_moved(whole, trained, other, moving)
+        if left.incomparable is not None and left.first_divergence is None:
+            if not self.looks:
+                raise IncomparableError(left.incomparable)
+            return Look(step, time.perf_counter() - began, accept, place=None, incomparable=left.incomparable)
+        first = left.first_divergence
+        causes = confirmed(whole, left, trained, other) if first is not None else ()
+        place = place_of(first.site, trained.sites, other.sites) if first is not None else NOWHERE
+        return Look(step, time.perf_counter() - began, accept, first, place, causes)
+
+
+def predicted(trained: Trace, served: Trace) -> AcceptLength:
+    """What a server would accept, as `diff` predicts it."""
+    from eagle_trace_analysis.comparison.acceptance import accept_length
+    from eagle_trace_analysis.comparison.prediction import predict
+
+    return predict(accept_length(served), trained, served)
+
+
+def confirmed(whole: Diff, left: Diff, trained: Trace, other: Trace) -> tuple[str, ...]:
+    """Causes that are confirmed of what is left: not those of weights that have moved."""
+    from eagle_trace_analysis import diagnosed
+
+    diagnosis = diagnosed(whole, trained, other).diagnosis
+    places = {one.site for one in left.sites if one.divergence is not None}
+    return tuple(one.cause for one in diagnosis.confirmed if one.site in places) if diagnosis is not None else ()
+
+
+def place_of(site: str, *names: Iterable[str]) -> int:
+    """The number of a site in the forward order of a draft's sites, from 0.
+
+    Args:
+        site: the site.
+        names: sites that the traces hold, which say how many layers there are.
+    """
+    from eagle_trace.sites import known_site, sites_of
+
+    known = {name for some in names for name in some if known_site(name) is not None}
+    return [one.name for one in sites_of(sorted({*known, site}))].index(site)
+
+
+def _open_served(place: str) -> Trace:
+    from eagle_trace_training.replay import open_replay
+
+    served = open_replay(as_place(place))
+    if not served.table_rows("rounds"):
+        raise UsageError(f"{place} holds no verify rounds, so that no accept length can be predicted from it")
+    return served
+
+
+def _forget() -> None:
+    """Free the memory that traces took."""
+    memory = fsspec.filesystem("memory")
+    place = MEMORY.removeprefix("memory:/")
+    if memory.exists(place):
+        memory.rm(place, recursive=True)
