@@ -86,7 +86,8 @@ def recognise(tensors: Tensors, config: Mapping[str, Any], engine: Engine = SGLA
         config: the flat config; read for sizes and class, never for the kind where tensors tell it.
         engine: what is to serve it, with the tables of the class that the config names.
     """
-    for look in (*_BEFORE_ATTENTION, partial(_other_attention, engine), *_BEHIND_ATTENTION):
+    looks: tuple[_Look, ...] = (*_BEFORE_ATTENTION, partial(_other_attention, engine), *_BEHIND_ATTENTION)
+    for look in looks:
         kind = look(tensors, config)
         if kind is not None:
             return kind
