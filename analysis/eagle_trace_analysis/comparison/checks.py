@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eagle_trace.capture import Rows
+from eagle_trace.errors import IncomparableError
 from eagle_trace.reader import Trace
 from eagle_trace.sites import ROW_SITES, TOPK_SITES, Site
 from eagle_trace_analysis.comparison.metrics import IdMetrics
@@ -21,6 +22,16 @@ from eagle_trace_analysis.pairing.pairs import Pairs
 Int = NDArray[np.int64]
 Int32 = NDArray[np.int32]
 Shapes = dict[str, set[tuple[int, str]]]
+
+
+def check_families(train: Trace, serve: Trace) -> None:
+    """Raises IncomparableError where the two drafts are said to be of different families."""
+    said = [trace.manifest.draft.get("family") for trace in (train, serve)]
+    if all(said) and said[0] != said[1]:
+        raise IncomparableError(
+            f"{train.path} is of a draft of the family {said[0]}, {serve.path} of the family {said[1]}: they compute "
+            "different things; record the same draft on both sides"
+        )
 
 
 def shapes_of(trace: Trace) -> Shapes:

@@ -15,6 +15,7 @@ from eagle_trace.sites import TOPK_SITES, Site, family_of, sites_of
 from eagle_trace_analysis.comparison.acceptance import accept_length, contradiction
 from eagle_trace_analysis.comparison.checks import (
     Shapes,
+    check_families,
     check_parameters,
     check_positions,
     check_shapes,
@@ -91,21 +92,12 @@ def diff(
         TraceError: a file cannot be read.
     """
     train, serve = in_order(reference, other)
-    _check_families(train, serve)
+    check_families(train, serve)
     if floors is not None:
         _check_floors(train, floors)
     comparison = _Comparison(train, serve, executor or Threads(), floors, tolerance)
     found = comparison.run(minimum_share)
     return replace(found.roles.said(found), figures=comparison.figures)
-
-
-def _check_families(train: Trace, serve: Trace) -> None:
-    said = [trace.manifest.draft.get("family") for trace in (train, serve)]
-    if all(said) and said[0] != said[1]:
-        raise IncomparableError(
-            f"{train.path} is of a draft of the family {said[0]}, {serve.path} of the family {said[1]}: they compute "
-            "different things; record the same draft on both sides"
-        )
 
 
 def _check_floors(train: Trace, floors: Trace) -> None:

@@ -23,7 +23,7 @@ from eagle_trace_analysis.report.text import render
 from tests.support.endings import ending_of
 from tests.support.synthetic import F64, Side, make_prompts, only, write_trace
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[4]
 PROMPTS = make_prompts(2)
 ROUND = {
     "prompt_id": 0, "round": 1, "root": 9, "proposed": [1, 2], "parents": [0, 1], "target_argmax": [],

@@ -25,7 +25,7 @@ from tests.support.planted import Planted, run
 from tests.support.planted_faults import faults
 
 RNG = np.random.default_rng(0)
-GOLDEN = Path(__file__).parents[1] / "golden"
+GOLDEN = Path(__file__).parents[3] / "golden"
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ from eagle_trace_analysis.report.show_text import render_summary, size
 from tests.support.hostile import hostile_pair
 from tests.support.synthetic import Side, make_prompts, write_trace
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 GOLDEN = ROOT / "tests" / "golden"
 
 app = typer.Typer(cls=_Commands)

@@ -192,7 +192,7 @@ def test_check_imports_no_host(healthy: Folders) -> None:
         "check(Path(sys.argv[1])); print(sorted({'torch', 'sglang', 'speculators', 'transformers'} & "
         "set(sys.modules)))"
     )
-    root = Path(__file__).resolve().parents[2]
+    root = Path(__file__).resolve().parents[4]
     done = subprocess.run(
         [sys.executable, "-c", code, str(healthy.draft)],
         env={"PYTHONPATH": f"{root}:{root / 'analysis'}"},

@@ -17,7 +17,7 @@ from eagle_trace_analysis.diagnosis.diagnose import Checkpoints, diagnose
 from tests.support import checkpoints as make
 from tests.support.pairs import DRAFT, TARGET
 
-GOLDEN = Path(__file__).parents[1] / "golden"
+GOLDEN = Path(__file__).parents[3] / "golden"
 
 
 @pytest.fixture(scope="module")

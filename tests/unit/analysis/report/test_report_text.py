@@ -17,7 +17,7 @@ from eagle_trace_analysis.report.text import print_diff, render
 from tests.support.endings import ending_of
 from tests.support.hostile import hostile_pair
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[4]
 GOLDEN = ROOT / "tests" / "golden"
 
 

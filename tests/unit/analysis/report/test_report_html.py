@@ -22,7 +22,7 @@ from tests.support.endings import ending_of
 from tests.support.hostile import SCRIPT, hostile_pair
 from tests.support.synthetic import Side, make_prompts, write_trace
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[4]
 GOLDEN = ROOT / "tests" / "golden"
 
 

@@ -20,7 +20,7 @@ from eagle_trace_analysis.plots import style
 from eagle_trace_analysis.plots.health import compare_params, degenerate
 from tests.support.synthetic import F64, Side, make_prompts, only, value_sites, write_trace
 
-GOLDEN = Path(__file__).parents[1] / "golden"
+GOLDEN = Path(__file__).parents[3] / "golden"
 PROMPTS = make_prompts(2)
 ROUND = {
     "prompt_id": 0, "round": 1, "root": 9, "proposed": [1, 2], "parents": [0, 1], "target_argmax": [],

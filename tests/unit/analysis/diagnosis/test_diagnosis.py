@@ -23,7 +23,7 @@ from tests.support.planted import Planted, run
 from tests.support.planted_faults import faults
 from tests.support.tables import replace_table
 
-GOLDEN = Path(__file__).parents[1] / "golden"
+GOLDEN = Path(__file__).parents[3] / "golden"
 HERE = Checkpoints(train_draft=DRAFT, target=TARGET)
 
 
@@ -38,7 +38,7 @@ def healthy(tmp_path_factory: pytest.TempPathFactory) -> tuple[Diff, Trace, Trac
 
 
 def test_the_page_of_causes_is_up_to_date() -> None:
-    page = Path(__file__).parents[2] / "docs" / "causes.md"
+    page = Path(__file__).parents[4] / "docs" / "causes.md"
     assert page.read_text(encoding="utf-8") == causes_page(), (
         "python -m eagle_trace_analysis.causes.document docs/causes.md"
     )

@@ -18,7 +18,7 @@ from eagle_trace_analysis.report.html import render_html
 from eagle_trace_analysis.report.json import to_json_text
 from eagle_trace_analysis.report.text import render
 
-GOLDEN = Path(__file__).parents[1] / "golden"
+GOLDEN = Path(__file__).parents[3] / "golden"
 SERVERS = ("healthy", "broken")
 
 

@@ -32,7 +32,7 @@ from tests.support.planted_faults import faults
 from tests.support.relevel import at_level
 from tests.support.synthetic import F64, Draft, Prompt, Side, make_prompts, only, value_sites, write_trace
 
-GOLDEN = Path(__file__).parents[1] / "golden"
+GOLDEN = Path(__file__).parents[3] / "golden"
 CHAINS = make_prompts(2)
 TYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 UNIT = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}

@@ -33,7 +33,7 @@ from tests.support.endings import ending_of
 from tests.support.sarif import check_sarif
 from tests.support.synthetic import Side, make_prompts, write_trace
 
-GOLDEN = Path(__file__).parents[2] / "tests" / "golden"
+GOLDEN = Path(__file__).parents[4] / "tests" / "golden"
 TRAIN, HEALTHY, BROKEN = (str(GOLDEN / f"{name}.trace") for name in ("train", "healthy", "broken"))
 PROMPTS = make_prompts(2)
 

@@ -18,7 +18,7 @@ from eagle_trace_analysis import diff
 from eagle_trace_analysis.diagnosis.diagnose import diagnose
 from eagle_trace_sglang.captured import target_facts
 
-GOLDEN = Path(__file__).parents[1] / "golden"
+GOLDEN = Path(__file__).parents[2] / "golden"
 
 
 class Loaded(SimpleNamespace):
