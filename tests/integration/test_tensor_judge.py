@@ -19,6 +19,7 @@ from tests.support.quantised_cases import QUANTISED
 from tests.support.quantised_forms import METHODS
 from tests.support.tensor_cases import CASES, FINE, PARTLY, REFUSES, UNBUILT, Case, Write, flat
 from tests.support.tensor_judge import ask
+from tests.support.warm.start import Warm
 
 pytest.importorskip("sglang")
 pytestmark = pytest.mark.integration
@@ -85,14 +86,15 @@ def unfused(module: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def judged(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def judged(tmp_path_factory: pytest.TempPathFactory, warm: Warm) -> dict[str, Any]:
     root = tmp_path_factory.mktemp("judge")
     model = make.write_checkpoint(root / "model", make.decoder_config(1), make.target_tensors())
     folders = []
     for number, case in enumerate(ALL):
         folders.append(root / str(number))
         case.write(folders[-1])
-    return ask(root / "exchange", model, folders) | {"folders": folders}
+    with warm():
+        return ask(root / "exchange", model, folders) | {"folders": folders}
 
 
 @pytest.fixture(scope="module")
