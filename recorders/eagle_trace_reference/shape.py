@@ -174,10 +174,13 @@ def _yarn(found: Published) -> Yarn | None:
     given = _rope(found)
     if given["rope_type"] not in YARN:
         return None
+    # as transformers fills it in: one beside the parameters comes first
     most = _real(found, found.config, "max_position_embeddings", 4096.0)
+    length = "original_max_position_embeddings"
+    beside = found.config if found.config.get(length) is not None else given
     return Yarn(
         factor=_real(found, given, "factor", 1.0, above=0.0),
-        original=_real(found, given, "original_max_position_embeddings", most, above=0.0),
+        original=_real(found, beside, length, most, above=0.0),
         fast=_real(found, given, "beta_fast", 32.0, above=0.0),
         slow=_real(found, given, "beta_slow", 1.0, above=0.0),
         mscale=_real(found, given, "mscale", 1.0),

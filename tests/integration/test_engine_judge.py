@@ -296,8 +296,9 @@ def test_a_targets_config_stops_the_engine_where_the_check_says_so(answer: dict[
     assert (stopped is not None) == bool(key), stopped
 
 
-def test_table_of_config_classes_is_the_installed_packages_own(tmp_path: Path) -> None:
-    assert config_classes.TABLE.read_text() == config_classes.to_text(config_classes.find(tmp_path))
+def test_table_of_config_classes_is_the_installed_packages_own(tmp_path: Path, warm: Warm) -> None:
+    with warm():
+        assert config_classes.TABLE.read_text() == config_classes.to_text(config_classes.find(tmp_path))
 
 
 def test_table_of_target_classes_is_the_registrys_own(answer: dict[str, Any]) -> None:

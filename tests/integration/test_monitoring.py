@@ -15,8 +15,9 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,9 +27,10 @@ import torch
 pytest.importorskip("speculators")
 
 from speculators.models.eagle3 import core
+from speculators.train import trainer
 from speculators.train.logger import setup_metric_logger
 
-from eagle_trace import Trace
+from eagle_trace import Trace, monitor
 from eagle_trace.demo import prompts_file
 from eagle_trace.errors import EagleTraceError
 from eagle_trace.jobs.monitoring import NOWHERE, Look, Monitoring
@@ -110,13 +112,13 @@ def trained(samples: list[dict[str, Any]], out: Path, around: Callable[[Any], An
     torch.manual_seed(5)
     random.seed(5)
     np.random.seed(5)
-    trainer = trainer_of(trainable(PAIR), samples, out, STEPS)
+    made = trainer_of(trainable(PAIR), samples, out, STEPS)
     if around is None:
-        trainer.run_training()
-        return trainer, None
-    with around(trainer) as run:
-        trainer.run_training()
-    return trainer, run
+        made.run_training()
+        return made, None
+    with around(made) as run:
+        made.run_training()
+    return made, run
 
 
 @dataclass
@@ -334,6 +336,42 @@ def test_a_draft_with_flex_attention_is_looked_at_with_features_of_the_server_an
     assert (model._attn_impl, config._attn_implementation) == ("simple_flex_attention",) * 2
 
 
+# ---- a command that is not edited
+
+
+@pytest.mark.parametrize("package", ["eagle_trace_speculators", "eagle_trace_specforge"])
+def test_the_classes_that_are_waited_for_are_there(package: str) -> None:
+    pytest.importorskip(package.removeprefix("eagle_trace_"))
+    for module, (kind, method) in import_module(f"{package}.watch").TRAINERS.items():
+        assert callable(getattr(getattr(import_module(module), kind), method))
+
+
+def test_a_trainer_is_looked_at_by_the_environment_alone(
+    alone: list[Any],
+    samples: list[dict[str, Any]],
+    served: Trace,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    module = SimpleNamespace(Trainer=type("Trainer", (trainer.Trainer,), {}))
+    monitor._around("Trainer", "run_training", module)
+    monkeypatch.setattr(trainer, "Trainer", module.Trainer)
+    monkeypatch.setenv("EAGLE_TRACE_MONITOR", str(served.path))
+    monkeypatch.setenv("EAGLE_TRACE_MONITOR_TARGET", str(TARGET))
+    monkeypatch.setenv("EAGLE_TRACE_MONITOR_EVERY", "100")
+    caplog.set_level(logging.INFO, "speculators.metrics")
+    assert same(alone, left_behind(trained(samples, tmp_path / "looked-at")[0]))
+    logged = [one for one in caplog.records if isinstance(one.msg, dict) and "eagle_trace/accept_length" in one.msg]
+    assert [one.step for one in logged] == [0, STEPS]  # type: ignore[attr-defined]
+    monkeypatch.setenv("EAGLE_TRACE_MONITOR_EVERY", "often")
+    assert same(alone, left_behind(trained(samples, tmp_path / "refused")[0]))
+    said = [one.message for one in caplog.records if one.name == "eagle_trace" and one.levelno >= logging.WARNING]
+    assert said == [
+        "eagle-trace does not look at this training: EAGLE_TRACE_MONITOR_EVERY must be a number, not 'often'"
+    ]
+
+
 # ---- what goes wrong
 
 
@@ -354,10 +392,8 @@ def test_what_fails_in_a_look_is_said_once_and_the_training_ends_as_alone(
     monkeypatch.setattr(Session, "_record", broken)
     trainer, run = trained(samples, tmp_path, lambda one: monitoring(one, served.path, target=TARGET, every=EVERY))
     assert (len(calls), str(run.failure), run.looks) == (1, "CUDA out of memory", [])
-    said = [one.message for one in caplog.records if one.name == "eagle_trace" and one.levelno >= logging.WARNING]
-    assert said == [
-        "eagle-trace no longer looks at this training: RuntimeError: CUDA out of memory; the training goes on without it"
-    ]
+    (said,) = [one.message for one in caplog.records if one.name == "eagle_trace" and one.levelno >= logging.WARNING]
+    assert said.startswith("eagle-trace no longer looks at this training: RuntimeError: CUDA out of memory; the ")
     assert same(alone, left_behind(trainer))
     assert not any(one._forward_hooks or one._forward_pre_hooks for one in trainer.model.modules())
 

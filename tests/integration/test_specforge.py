@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -206,6 +207,46 @@ def test_a_training_command_is_armed_by_the_environment(
     prompts = open_trace(tmp_path / "live.trace").table("prompts").to_pylist()
     # the last token is fed in none of the batch's rows
     assert [row["token_ids"] for row in prompts] == documents
+
+
+def test_looks_at_a_live_training_are_tracked_by_their_names_and_change_not_a_bit_of_it(
+    training: tuple[Path, list[list[int]], Path], serve: Make, train: Make, tmp_path: Path
+) -> None:
+    """Its own controller, two forwards to a step; a tracker takes each step once, as W&B does."""
+    from eagle_trace.monitor import monitoring
+    from tests.support import specforge_training as sf
+
+    draft, _, samples = training
+    served = serve()
+
+    def trained(name: str, *, looked_at: bool) -> tuple[Any, Any, Any]:
+        (tmp_path / name).mkdir()
+        strategy = sf.strategy(draft, tmp_path / name)
+        tracker = sf.Tracked(tmp_path / name)
+        controller = sf.controller(strategy, tmp_path / name, tracker)
+        look = monitoring(controller, served.path, target=TARGET, every=1) if looked_at else nullcontext()
+        with sf.on_a_cpu(), look:
+            assert controller.fit([sf.batch(samples, one) for one in "0101"]) == 2
+        return strategy.eagle3_model.state_dict(), tracker, look
+
+    alone, plain, _ = trained("alone", looked_at=False)
+    weights, tracker, run = trained("looked-at", looked_at=True)
+    assert run.failure is None
+    assert weights.keys() == alone.keys()
+    assert all(torch.equal(tensor, alone[name]) for name, tensor in weights.items())
+    assert "log" not in vars(tracker)
+    assert tracker.refused == []
+    predicted = diff(train("specforge", draft=draft, replay=served.path), served).accept_length.predicted
+    assert [look.step for look in run.looks] == [0, 1, 2]
+    assert run.looks[0].accept.predicted == predicted
+    assert [look.where for look in run.looks] == ["none"] * 3
+    # steps that the trainer logged before the look have its figures at the next one
+    figures = [look.accept.predicted for look in run.looks]
+    name = "eagle_trace/accept_length"
+    rows = {step: row[name] for step, row in tracker.rows.items() if name in row}
+    assert rows == {0: figures[0], 2: figures[1], 3: figures[2]}
+    own = {step: {name for name in row if name.startswith("train/")} for step, row in tracker.rows.items()}
+    assert {step: names for step, names in own.items() if names} == {step: set(row) for step, row in plain.rows.items()}
 
 
 # ---- faults of 0.2.0 itself

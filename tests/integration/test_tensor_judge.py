@@ -129,7 +129,7 @@ def test_what_the_engine_refuses_or_leaves_at_its_start_never_passes(verdicts: V
 def test_tables_of_methods_classes_and_algorithms_are_the_engines(judged: dict[str, Any]) -> None:
     assert set(judged["methods"]) <= schemes.METHODS
     assert {"LlamaForCausalLMEagle", "Qwen2ForCausalLMEagle", "MistralForCausalLMEagle", "Eagle3DeepseekV2ForCausalLM",
-            *kinds.DFLASH_CLASSES} <= set(judged["classes"])  # fmt: skip
+            *kinds.DFLASH} <= set(judged["classes"])  # fmt: skip
     assert {"EAGLE", "EAGLE3", "DFLASH", "DSPARK", "STANDALONE"} <= set(judged["algorithms"])
 
 

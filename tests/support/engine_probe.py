@@ -20,7 +20,7 @@ def main(job: Path) -> None:
     """Answer a job where it says: ``answers`` per config (shapes, and where each name lands), ``ids`` per target."""
     asked = json.loads(job.read_text())
     prepare(asked["model"], asked["store"])
-    answers = [_held(case["config"], case["names"]) for case in asked["cases"]]
+    answers = [_held(case["config"], case["names"], latent=case["latent"]) for case in asked["cases"]]
     ids: dict[str, list[Any]] = {}
     for module, name in asked["targets"]:
         owner = getattr(importlib.import_module(f"sglang.srt.models.{module}"), name)
@@ -28,26 +28,33 @@ def main(job: Path) -> None:
     Path(asked["out"]).write_text(json.dumps({"answers": answers, "ids": ids}))
 
 
-def _held(config: dict[str, Any], names: list[str]) -> dict[str, Any]:
+def _held(config: dict[str, Any], together: list[str], *, latent: bool) -> dict[str, Any]:
+    """Shapes of a class's parameters, and where each name lands; names in one entry are loaded at once."""
     import torch
+    from sglang.srt.models.kimi_k25_eagle3 import Eagle3DeepseekV2ForCausalLM
     from sglang.srt.models.llama_eagle3 import LlamaForCausalLMEagle3
-    from transformers import LlamaConfig
+    from transformers import DeepseekV3Config, LlamaConfig
 
-    with torch.device("meta"):
-        model = LlamaForCausalLMEagle3(LlamaConfig(**config))
+    make, cls = (DeepseekV3Config, Eagle3DeepseekV2ForCausalLM) if latent else (LlamaConfig, LlamaForCausalLMEagle3)
+    try:
+        made = make(**config)
+        with torch.device("meta"):
+            model = cls(made)
+    except (ValueError, TypeError) as error:
+        return {"refused": str(error)}
     params = dict(model.named_parameters())
     loaded: dict[str, Any] = {}
-    for name in names:
+    for names in together:
         hit: list[list[Any]] = []
         for key, param in params.items():
 
-            def loader(_param: Any, _weight: Any, shard: Any = None, key: str = key) -> None:
-                hit.append([key, shard])  # noqa: B023 (called before the next name)
+            def loader(_param: Any, _weight: Any, shard: Any = None, key: str = key, hit: Any = hit) -> None:
+                hit.append([key, shard])
 
             param.weight_loader = loader
         model.hot_token_id = None
-        model.load_weights([(name, torch.zeros(1, dtype=torch.long))])
-        loaded[name] = hit[0] if hit else (["d2t", None] if model.hot_token_id is not None else None)
+        model.load_weights([(name, torch.zeros(1, dtype=torch.long)) for name in names.split()])
+        loaded[names] = hit[0] if hit else (["d2t", None] if model.hot_token_id is not None else None)
     return {"shapes": {name: list(param.shape) for name, param in params.items()}, "loaded": loaded}
 
 

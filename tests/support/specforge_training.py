@@ -12,6 +12,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -22,7 +23,11 @@ from specforge.data.utils import DataCollatorWithPadding
 from specforge.modeling.target.target_head import TargetHead
 from specforge.runtime.contracts import TrainBatch
 from specforge.runtime.data_plane.feature_store import load_feature_file
+from specforge.tracker import Tracker
+from specforge.training.backend import FSDPTrainingBackend, ParallelConfig
+from specforge.training.controller import TrainerController, TrainerCore
 from specforge.training.strategies.base import Eagle3TrainStrategy
+from specforge.training.tracking import TrackerLogger
 
 from eagle_trace_specforge.trainer import SpecForge
 from tests.support.pairs import TARGET
@@ -88,3 +93,37 @@ def gradients(strategy: Any, given: Any) -> dict[str, Any]:
     step.loss.backward()
     found = {name: one.grad for name, one in strategy.eagle3_model.named_parameters() if one.grad is not None}
     return copy.deepcopy(found | {"loss": step.loss.detach()})
+
+
+def controller(strategy: Any, folder: Path, tracker: Any, *, accumulation: int = 2) -> Any:
+    """SpecForge's own `TrainerController` of a strategy, logging each optimizer step to a tracker."""
+    trained = [one for one in strategy.eagle3_model.parameters() if one.requires_grad]
+    backend = FSDPTrainingBackend(ParallelConfig(), optimizer_factory=lambda _: torch.optim.AdamW(trained, lr=1e-3))
+    backend.prepare_model(strategy.eagle3_model, wrap=False)
+    core = TrainerCore(strategy, backend, accumulation_steps=accumulation)
+    return TrainerController(
+        core, run_id="run", output_dir=str(folder), log_interval=1, logger=TrackerLogger(tracker), max_steps=2
+    )
+
+
+class Tracked(Tracker):
+    """A tracker of SpecForge's that, as W&B, takes nothing for a step that it was given already."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(SimpleNamespace(), str(folder))
+        self.rows: dict[int, dict[str, Any]] = {}
+        self.refused: list[int] = []
+
+    @classmethod
+    def validate_args(cls, parser: Any, args: Any) -> None:
+        """None are needed."""
+
+    def log(self, log_dict: dict[str, Any], step: int | None = None) -> None:
+        """Keep it, unless its step lies behind."""
+        if step is None or step <= max(self.rows, default=-1):
+            self.refused.append(-1 if step is None else step)
+            return
+        self.rows[step] = dict(log_dict)
+
+    def close(self) -> None:
+        """Nothing to be closed."""

@@ -72,7 +72,8 @@ class Fed:
         """Which rows are the last of a prompt's chunk and not of the prompt."""
         rows = self.rows
         lengths = np.array([self.prompts.get(int(number), 0) for number in rows.prompt_id])
-        return (rows.round == 0) & _ends(rows) & (rows.root + 1 < lengths)
+        found: Bool = (rows.round == 0) & _ends(rows) & (rows.root + 1 < lengths)
+        return found
 
     def last_of_prompt(self, at: Int) -> Int:
         """The last token of the prompt of each of some rows, -1 where it is not known."""
@@ -175,7 +176,8 @@ def check_chunks(context: Context) -> Outcome:
 def _chunk_lasts(fed: Fed) -> Int:
     """The wrong rows at chunks' ends that were fed what the prompt ends with; none if another is wrong there."""
     wrong = np.intersect1d(np.flatnonzero(fed.chunk_ends), fed.wrong)
-    return wrong[fed.rows.token_id[wrong] == fed.last_of_prompt(wrong)]
+    last: Int = wrong[fed.rows.token_id[wrong] == fed.last_of_prompt(wrong)]
+    return last
 
 
 def check(context: Context) -> Outcome:

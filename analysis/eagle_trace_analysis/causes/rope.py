@@ -23,6 +23,7 @@ from eagle_trace_analysis.causes.base import (
 from eagle_trace_analysis.comparison.metrics import relative_error
 from eagle_trace_analysis.evidence.context import Context
 from eagle_trace_analysis.replay.replay import Recomputed, Replay, Replayed
+from eagle_trace_analysis.trainers.speculators import DECODER
 
 Real = NDArray[Any]
 #: shares of a head that are rotated in published models
@@ -235,7 +236,8 @@ def check_tables(context: Context) -> Outcome:
 def check_reach(context: Context) -> Outcome:
     """Positions beyond the deployed max_position_embeddings."""
     longest = int(context.serve.rows.position.max(initial=0))
-    limit = context.served.get("max_position_embeddings")
+    # a server may have loaded what the trainer wrote
+    limit = context.served.get(DECODER, context.served).get("max_position_embeddings")
     if limit is None:
         return not_tested("the serve trace names no max_position_embeddings", "give --serve-draft")
     if longest < int(limit):

@@ -155,8 +155,14 @@ def _head_rows(context: Context, kind: Kind) -> Kind:
 
 
 def _head(context: Context, name: str) -> int | None:
-    heads = re.search(r"self_attn\.[qkv]_proj\.weight$", name)
-    return context.form.head_dim if heads and context.form else None
+    """Rows of one head in a projection of heads, None for another tensor."""
+    form, found = context.form, re.search(r"self_attn\.(\w+)_proj\.weight$", name)
+    if form is None or found is None:
+        return None
+    latent = form.latent
+    if latent is None:
+        return form.head_dim if found.group(1) in ("q", "k", "v") else None
+    return {"q_b": latent.nope + form.head_dim, "kv_b": latent.nope + latent.value}.get(found.group(1))
 
 
 def _parts(context: Context, name: str) -> int:

@@ -105,6 +105,10 @@ class StoredTensor:
             picked: NDArray[Any] = self._gathered()[np.asarray(indices)]
             return picked
         width = self.nbytes // self.shape[0]
+        if self.remote and len(indices) > 1 and np.all(np.diff(np.asarray(indices)) == 1):
+            # neighbours are one request
+            raw = self._read(int(indices[0]) * width, len(indices) * width)
+            return raw.reshape(len(indices), *self.shape[1:])
         out = np.empty((len(indices), width), np.uint8)
         with _open(self.file) as file:
             for place, index in enumerate(indices):

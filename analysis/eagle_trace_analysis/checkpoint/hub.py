@@ -12,6 +12,7 @@ follows these rules:
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import threading
@@ -51,19 +52,30 @@ class _Careful:
 
     def __init__(self, filesystem: Any) -> None:
         self._filesystem = filesystem
+        self._client = Rules(filesystem.endpoint).client()
 
     def ls(self, path: str, detail: bool) -> Any:
-        with _client(self._filesystem.endpoint):
+        with self.rules():
             return self._filesystem.ls(path, detail=detail)
 
     def open(self, path: str, mode: str, cache_type: str) -> Any:
-        with _client(self._filesystem.endpoint):
-            return _CarefulFile(self._filesystem.open(path, mode, cache_type=cache_type), self._filesystem.endpoint)
+        with self.rules():
+            return _CarefulFile(self, self._filesystem.open(path, mode, cache_type=cache_type))
+
+    @contextlib.contextmanager
+    def rules(self) -> Iterator[None]:
+        """huggingface_hub's HTTP client replaced for a while; it has one for all its users."""
+        with _lock:
+            set_client_factory(lambda: self._client)
+            try:
+                yield
+            finally:
+                set_client_factory(default_client_factory)
 
 
 class _CarefulFile:
-    def __init__(self, file: Any, endpoint: str) -> None:
-        self._file, self._endpoint = file, endpoint
+    def __init__(self, filesystem: _Careful, file: Any) -> None:
+        self._filesystem, self._file = filesystem, file
 
     def __enter__(self) -> _CarefulFile:
         return self
@@ -75,23 +87,8 @@ class _CarefulFile:
         self._file.seek(to)
 
     def read(self, length: int) -> Any:
-        with _client(self._endpoint):
+        with self._filesystem.rules():
             return self._file.read(length)
-
-
-class _client:  # noqa: N801 (used as a function)
-    """huggingface_hub's HTTP client replaced for a while; it has one for all its users."""
-
-    def __init__(self, endpoint: str) -> None:
-        self._rules = Rules(endpoint)
-
-    def __enter__(self) -> None:
-        _lock.acquire()
-        set_client_factory(self._rules.client)
-
-    def __exit__(self, *_: object) -> None:
-        set_client_factory(default_client_factory)
-        _lock.release()
 
 
 class Rules:
@@ -133,7 +130,8 @@ class Rules:
         asked = re.fullmatch(r"bytes=(\d+)-(\d+)", response.request.headers.get("Range", ""))
         most = int(asked[2]) - int(asked[1]) + 1 if asked else MOST_ANSWER
         said = response.headers.get("Content-Length", "")
-        if asked and status != 206:
+        whole = asked is not None and asked[1] == "0" and said == str(most)
+        if asked and status != 206 and not whole:
             raise _StoppedError(f"{url.host} does not serve parts of a file (status {status} where 206 was asked for)")
         if said.isdigit() and int(said) > most:
             raise _StoppedError(f"{url.host} answers with {int(said):,} bytes where {most:,} are the most")
@@ -141,7 +139,13 @@ class Rules:
 
 
 class _Client(httpx.Client):
-    """A client whose failures are final: huggingface_hub asks again after httpx's own errors, for minutes."""
+    """A client whose failures are final: huggingface_hub asks again after httpx's own errors, for minutes.
+
+    huggingface_hub closes its client whenever another takes its place; this one is used again.
+    """
+
+    def close(self) -> None:
+        """Nothing: connections end with the object."""
 
     def send(self, request: httpx.Request, **options: Any) -> httpx.Response:
         host = request.url.host

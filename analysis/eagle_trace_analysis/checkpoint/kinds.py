@@ -10,14 +10,19 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from eagle_trace.errors import CheckpointError
+from eagle_trace.families import EAGLE3_MLA
 from eagle_trace_analysis.checkpoint.files import StoredTensor
 from eagle_trace_analysis.engines import ENGINES, SGLANG, Engine
 
 Tensors = Mapping[str, StoredTensor]
+
+#: what latent attention takes the entering rows with
+LATENT = ("q_a_proj", "kv_a_proj_with_mqa")
 
 #: speculators' other types (`speculators_model_type`), as kinds
 SPECULATORS_TYPES = {
@@ -74,14 +79,15 @@ def refuse_other_types(folder: Path, kind: Any, engine: Engine = SGLANG) -> None
 
 
 def recognise(tensors: Tensors, config: Mapping[str, Any], engine: Engine = SGLANG) -> Kind | None:
-    """The kind of draft, or None for an EAGLE-3 draft of `engine.ARCHITECTURE` (or what cannot be told from one).
+    """The kind of draft, or None for an EAGLE-3 draft of the engine's class (or what cannot be told from one).
 
     Args:
         tensors: by speculators' names (`engine.canonical_name`).
         config: the flat config; read for sizes and class, never for the kind where tensors tell it.
-        engine: what is to serve it.
+        engine: what is to serve it, with the tables of the class that the config names.
     """
-    for look in _LOOKS:
+    looks: tuple[_Look, ...] = (*_BEFORE_ATTENTION, partial(_other_attention, engine), *_BEHIND_ATTENTION)
+    for look in looks:
         kind = look(tensors, config)
         if kind is not None:
             return kind
@@ -114,7 +120,7 @@ def hidden_size(tensors: Tensors, config: Mapping[str, Any]) -> int:
 
 def _entering(tensors: Tensors) -> int | None:
     """How many numbers enter the first layer's attention, also of one packed in 4 bits; None without any."""
-    for part in ("q_proj", "k_proj", "v_proj", "qkv_proj"):
+    for part in ("q_proj", "k_proj", "v_proj", "qkv_proj", *LATENT):
         for ending in ("weight", "weight_packed", "qweight"):
             stored = tensors.get(f"layers.0.self_attn.{part}.{ending}")
             if stored is None or len(stored.shape) != 2:
@@ -193,11 +199,18 @@ def _mtp(tensors: Tensors, _: Mapping[str, Any]) -> Kind | None:
     return Kind("mtp", name, f"there is a {found[0]}")
 
 
-def _other_attention(tensors: Tensors, _: Mapping[str, Any]) -> Kind | None:
-    found = _with(tensors, r"^layers\.0\.self_attn\.(q_a_proj|kv_a_proj_with_mqa|kv_b_proj|fused_qkv_a_proj)")
-    if not found or not ("fc.weight" in tensors or "layers.0.hidden_norm.weight" in tensors):
+def _other_attention(engine: Engine, tensors: Tensors, _: Mapping[str, Any]) -> Kind | None:
+    """An EAGLE-3 draft with another attention than that of the class which its config names."""
+    if not ("fc.weight" in tensors or "layers.0.hidden_norm.weight" in tensors):
         return None
-    return Kind("latent", "an EAGLE-3 draft with latent attention (MLA)", f"there is a {found[0]}")
+    found = _with(tensors, rf"^(model\.)?layers\.0\.self_attn\.({'|'.join(LATENT)}|kv_b_proj|fused_qkv_a_proj)")
+    if EAGLE3_MLA.name != engine.FAMILY:
+        name = "an EAGLE-3 draft with latent attention (MLA)"
+        return Kind("latent", name, f"there is a {found[0]}") if found else None
+    other = _with(tensors, r"^layers\.0\.self_attn\.(qkv|q|k|v)_proj\.")
+    if found or not other:
+        return None
+    return Kind("llama", "an EAGLE-3 draft with a llama layer", f"there is a {other[0]}")
 
 
 def _eagle1(tensors: Tensors, config: Mapping[str, Any]) -> Kind | None:
@@ -221,6 +234,6 @@ def _whole(tensors: Tensors, config: Mapping[str, Any]) -> Kind | None:
     return Kind("whole", "a whole language model", marks)
 
 
-_LOOKS: tuple[Callable[[Tensors, Mapping[str, Any]], Kind | None], ...] = (
-    _adapter, _medusa, _mtp, _dspark, _parallel, _other_attention, _dflash, _eagle1, _whole,
-)  # fmt: skip
+_Look = Callable[[Tensors, Mapping[str, Any]], Kind | None]
+_BEFORE_ATTENTION: tuple[_Look, ...] = (_adapter, _medusa, _mtp, _dspark, _parallel)
+_BEHIND_ATTENTION: tuple[_Look, ...] = (_dflash, _eagle1, _whole)

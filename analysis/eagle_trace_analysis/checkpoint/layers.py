@@ -23,11 +23,13 @@ def check_layer_ids(subject: Subject) -> Finding:
         )
     if feeds_one(subject):
         return skipped(name, SHIFTED, "not checked: a head of one feature names no layers (see aux-hidden-state)")
-    fault = _cannot_capture(subject) or _unread(subject)
-    if fault is not None:
-        return fault
     given = subject.engine.layer_ids(subject.served)
     inputs = subject.engine.captured_inputs(subject.served, subject.target_layers, subject.target_architecture)
+    fault = _cannot_capture(subject) or _miscounted(subject, given, inputs)
+    # ids that are to be changed anyhow are not to be moved
+    fault = fault or (None if subject.trained_ids not in (None, inputs) else _unread(subject))
+    if fault is not None:
+        return fault
     if subject.trained_ids is not None:
         return _against_training(subject, given, inputs)
     told = _as_the_trainer_counts(subject, given, inputs)
@@ -93,38 +95,38 @@ def _not_exported(subject: Subject) -> str:
     return f"; {title} does not export the ids of its recipe (aux_hidden_state_layer_ids): give it as --recipe"
 
 
+def _miscounted(subject: Subject, given: list[int] | None, inputs: list[int] | None) -> Finding | None:
+    """Ids that their trainer counts in another way than the engine; None where nothing is known of a training."""
+    origin = subject.origin
+    if origin is None or subject.trained_ids is not None or given is None:
+        return None
+    meant, layers = named_inputs(origin.trainer, subject.served, subject.target), subject.target_layers
+    if meant is None or meant == inputs or (layers is not None and max(meant) > layers):
+        return None
+    right = subject.engine.ids_that_capture(meant, layers, subject.target_architecture)
+    title = origin.trainer.TITLE
+    return warned(
+        "layer-ids",
+        SHIFTED,
+        f"{title} counts layers by their outputs: its ids {given} are the inputs of layers {meant}, and "
+        f"{subject.engine.TITLE} feeds the inputs of layers {inputs}",
+        f"if {title} wrote these ids, write {right} as {subject.engine.WORDS.ids_key}"
+        if right
+        else "no list makes the engine capture these layers: serve it with another, or with another target class",
+    )
+
+
 def _as_the_trainer_counts(subject: Subject, given: list[int] | None, inputs: list[int] | None) -> Finding | None:
-    """The ids of a flat config by the count of the trainer that wrote it; None where that says nothing."""
+    """A pass by what is known of the trainer: its default is the engine's, or it names all that it fed."""
     origin, name = subject.origin, "layer-ids"
-    if origin is None or inputs is None:
+    if origin is None or inputs is None or not origin.trainer.NAMES_LAYERS:
         return None
     title, target = origin.trainer.TITLE, subject.target
-    if given is None:
-        meant = origin.trainer.default_layers(target.layers) if target is not None else None
-        if not origin.trainer.NAMES_LAYERS or meant != inputs:
-            return None
-        return passed(
-            name, DEFAULTED, f"no ids are named: {title} feeds the inputs of layers {meant}, and so does the engine"
-        )
-    meant = named_inputs(origin.trainer, subject.served, target)
-    last = subject.target_layers
-    if meant is None or (last is not None and max(meant) > last):
-        return None
-    if meant != inputs:
-        right = subject.engine.ids_that_capture(meant, last, subject.target_architecture)
-        return warned(
-            name,
-            SHIFTED,
-            f"{title} counts layers by their outputs: its ids {given} are the inputs of layers {meant}, and "
-            f"{subject.engine.TITLE} feeds the inputs of layers {inputs}",
-            f"if {title} wrote these ids, write {right}" if right else "no list makes the engine capture these layers",
-        )
-    if origin.sure and origin.trainer.NAMES_LAYERS:
-        return passed(
-            name,
-            SHIFTED,
-            f"{title} counts layers by their outputs: ids {given} make the engine feed the inputs of layers {inputs}",
-        )
+    if given is None and target is not None and origin.trainer.default_layers(target.layers) == inputs:
+        return passed(name, DEFAULTED, f"no ids are named: {title} and the engine feed the inputs of layers {inputs}")
+    if given is not None and origin.sure and named_inputs(origin.trainer, subject.served, target) == inputs:
+        why = f"{title} counts layers by their outputs: ids {given} make the engine feed the inputs of layers {inputs}"
+        return passed(name, SHIFTED, why)
     return None
 
 

@@ -262,14 +262,13 @@ def check_shapes(subject: Subject) -> Finding:
         and tuple(stored.shape) != known[name]
         and not (is_packed(stored) and stored.dtype not in ("F8_E4M3", "F8_E5M2"))
     ]
-    queries, keys, width = (subject.full[k] for k in ("num_attention_heads", "num_key_value_heads", "head_dim"))
-    heads = f"{queries} heads, {keys} key-value heads of {width}"
+    heads = subject.engine.attention_words(subject.full)
     if wrong:
         return failed(
             "head-shape",
             "qkv-order",
             f"with {heads}: {listed(wrong, 3)}",
-            "set num_attention_heads, num_key_value_heads, head_dim, hidden_size and intermediate_size as trained",
+            f"set {', '.join(subject.engine.LAYER_SIZES[:-1])} and {subject.engine.LAYER_SIZES[-1]} as trained",
         )
     if subject.trained_layer is not None:
         keys = ("num_attention_heads", "num_key_value_heads", "head_dim", "num_hidden_layers")

@@ -226,7 +226,8 @@ def folder_of(place: str | Path) -> Path:
         return cast(Path, place)
     if not is_url(place):
         return Path(place)
-    text = str(place).rstrip("/")
+    text = str(place)
+    text = text.rstrip("/") if not text.endswith("://") else text
     return cast(Path, RemotePath(Reach(text, *_filesystem(text))))
 
 

@@ -285,6 +285,10 @@ def check_tied(subject: Subject) -> Finding:
     if not subject.full["tie_word_embeddings"]:
         return passed(name, cause, "tie_word_embeddings is off: the draft's own head is used")
     head = subject.tensors.get("lm_head.weight")
+    if head is not None and "lm_head.weight" in subject.engine.parameters(subject.served):
+        return passed(
+            name, cause, f"{subject.engine.TITLE} loads the draft's own head, whatever tie_word_embeddings says"
+        )
     tied = subject.target is not None and subject.target.config.get("tie_word_embeddings")
     own = head is not None
     whole = subject.full.get("draft_vocab_size") == subject.full["vocab_size"]

@@ -239,7 +239,9 @@ def open_subject(
             here.
         UsageError: no trainer is called so, or a reference does not say whose it is.
     """
-    checkpoint = _as_exported_names(open_draft(draft), engine)
+    found = open_draft(draft)
+    engine = engine.other_class(found.config) or engine
+    checkpoint = _as_exported_names(found, engine)
     origin = origin_of(checkpoint, trainer)
     known_target = open_target(target, engine) if target else None
     if reference is None and recipe is not None:

@@ -89,7 +89,7 @@ class Scheme(Protocol):
 
 
 class Engine(Protocol):
-    """One engine and the class it serves an EAGLE-3 draft with. Configs are flat; names of tensors are trained ones."""
+    """One engine and a class it serves EAGLE-3 drafts with. Configs are flat; names of tensors are trained ones."""
 
     @property
     def NAME(self) -> str:
@@ -106,6 +106,22 @@ class Engine(Protocol):
     @property
     def ARCHITECTURE(self) -> str:
         """The class that serves the draft, as a config has to name it."""
+
+    @property
+    def FAMILY(self) -> str:
+        """Name of the family that its drafts are of (`eagle_trace.families`)."""
+
+    @property
+    def LAYER(self) -> str:
+        """What a sentence calls the decoder layer that it computes, with its article."""
+
+    @property
+    def LAYER_SIZES(self) -> Sequence[str]:
+        """Keys of a config by which the layer's matrices have their shapes."""
+
+    @property
+    def MODEL_TYPE(self) -> str:
+        """A `model_type` whose config class has the layer's keys."""
 
     @property
     def ARCHITECTURES(self) -> Collection[str]:
@@ -130,6 +146,9 @@ class Engine(Protocol):
     @property
     def STACKED(self) -> Mapping[str, Sequence[str]]:
         """Parts of each fused parameter, in its order."""
+
+    def other_class(self, config: Config) -> Engine | None:
+        """The tables of another class of this engine's, where a draft's config names it; None if these are its."""
 
     def serves_kind(self, kind: str, config: Config) -> str:
         """What to do so that a draft of another kind is served (`checkpoint.kinds.Kind.id`); empty if it cannot be."""
@@ -156,6 +175,9 @@ class Engine(Protocol):
 
     def with_defaults(self, config: Config) -> dict[str, Any]:
         """A decoder config with what the engine fills in where it is silent."""
+
+    def attention_words(self, full: Config) -> str:
+        """The sizes of the attention in a config with defaults."""
 
     def rope_settings(self, config: Config) -> dict[str, Any]:
         """The rotary embedding that the engine builds."""

@@ -113,7 +113,8 @@ class Context:
     @cached_property
     def engine(self) -> Engine:
         """The engine whose tables the deployed draft is held against: that of the other side, if it is known here."""
-        return engine_of_host(self.serve.manifest.host)
+        engine = engine_of_host(self.serve.manifest.host)
+        return engine.other_class(self.serve.manifest.draft.get("config") or {}) or engine
 
     @cached_property
     def trained(self) -> Mapping[str, Any]:

@@ -178,14 +178,23 @@ class Form:
         return self.head_dim**-0.5 if self.scale is None else self.scale
 
 
+#: scalings that need the length that was trained first
+_OF_A_LENGTH = ("llama3", "yarn", "longrope", "deepseek_yarn")
+
+
 def rope_of(config: Mapping[str, Any], engine: Engine = SGLANG, trainer: Trainer | None = None) -> Rope:
     """The rotary embedding of a decoder config, as the engine builds it or, given a trainer, as it was trained."""
     settings = engine.rope_settings(config)
     if trainer is not None:
         settings = trainer.rope(config, settings)
-    known = ("rope_theta", "rope_type", "partial_rotary_factor")
+    known = ("rope_theta", "rope_type", "partial_rotary_factor", "rope_interleave")
     rest = {key: value for key, value in settings.items() if key not in known}
     kind, theta = str(settings["rope_type"]), float(settings["rope_theta"])
+    if kind in _OF_A_LENGTH or (kind != "default" and config.get("kv_lora_rank") is not None):
+        # as transformers fills it in: one beside the parameters comes first
+        rest.setdefault("original_max_position_embeddings", config.get("max_position_embeddings") or 4096)
+        if (beside := config.get("original_max_position_embeddings")) is not None:
+            rest["original_max_position_embeddings"] = beside
     return Rope(theta, kind, float(settings["partial_rotary_factor"]), rest)
 
 

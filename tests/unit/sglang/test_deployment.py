@@ -9,7 +9,12 @@ import numpy as np
 import pytest
 
 from eagle_trace.errors import CheckpointError, UsageError
-from eagle_trace_sglang.deployment import check_deployment, check_parallelism, tensor_parallel_size
+from eagle_trace_sglang.deployment import (
+    check_cpu_rotation,
+    check_deployment,
+    check_parallelism,
+    tensor_parallel_size,
+)
 from tests.support import checkpoints as make
 
 
@@ -68,3 +73,27 @@ def test_a_pair_of_two_widths_is_refused(target: dict[str, Any], draft: dict[str
     two = make.write_checkpoint(tmp_path / "draft", FLAT | draft, {"x": np.ones(1, np.float32)})
     with pytest.raises(CheckpointError, match="do not fit"):
         check_deployment(one, two)
+
+
+LATENT = {"model_type": "kimi_k2", "kv_lora_rank": 32, "rope_scaling": {"type": "yarn", "factor": 4.0}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({}, ""),
+        ({"rope_scaling": None, "rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, ""),
+        ({"rope_scaling": None}, "names no scaling of its rotary embedding"),
+        ({"rope_scaling": {}, "rope_parameters": {"rope_type": "default"}}, "names no scaling"),
+        ({"rope_interleave": False}, "has rope_interleave false"),
+        # other models with latents rotate otherwise, and others have none
+        ({"rope_scaling": None, "model_type": "minicpm3"}, ""),
+        ({"rope_scaling": None, "kv_lora_rank": None}, ""),
+    ],
+)
+def test_latent_attention_that_sglang_cannot_rotate_on_a_cpu_is_refused(changes: dict[str, Any], words: str) -> None:
+    if not words:
+        check_cpu_rotation(Path("draft"), LATENT | changes)
+        return
+    with pytest.raises(CheckpointError, match=f"SGLang cannot compute draft on a CPU: its config {words}"):
+        check_cpu_rotation(Path("draft"), LATENT | changes)

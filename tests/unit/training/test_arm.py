@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from eagle_trace.errors import OutputExistsError, UsageError
+from eagle_trace.monitor import options_of
 from eagle_trace.selection import Selection
 from eagle_trace_training import arm
 from eagle_trace_training.command import SHIM, record_command
@@ -166,3 +167,35 @@ def test_what_makes_no_sense_is_refused_before_the_command_starts(tmp_path: Path
         record_command(code, out=tmp_path / "t.trace", batches=0)
     assert not ran.exists()
     assert not (tmp_path / "t.trace").exists()
+
+
+# ---- looking at a training
+
+
+def test_a_training_is_looked_at_by_the_variable_alone(tmp_path: Path) -> None:
+    (tmp_path / "eagle_trace_train.pth").write_text((ROOT / "recorders" / "eagle_trace_train.pth").read_text())
+    code = f"import site, sys; site.addsitedir({str(tmp_path)!r}); print(type(sys.meta_path[0]).__name__);"
+    code += "print([m for m in ('torch', 'pyarrow', 'numpy') if m in sys.modules])"
+    assert python(code, EAGLE_TRACE_MONITOR="serve.trace").stdout.split("\n")[:2] == ["_Watcher", "[]"]
+    assert python(code).stdout.split("\n")[0] != "_Watcher"
+
+
+def test_a_training_that_cannot_be_looked_at_goes_on(tmp_path: Path) -> None:
+    folder = tmp_path / "speculators" / "train"
+    folder.mkdir(parents=True)
+    for package in (folder, folder.parent):
+        (package / "__init__.py").touch()
+    (folder / "trainer.py").write_text("class Trainer:\n    def run_training(self, *words):\n        return words\n")
+    code = "from eagle_trace import monitor; monitor.install(); from speculators.train.trainer import Trainer;"
+    code += "print(Trainer().run_training(1, 2))"
+    done = python(code, str(tmp_path), EAGLE_TRACE_MONITOR="/nowhere/serve.trace")
+    assert done.stdout == "(1, 2)\n", done.stderr
+    assert done.stderr.count("eagle-trace does not look at this training: ") == 1
+    assert "Traceback" not in done.stderr
+
+
+def test_what_the_environment_asks_of_looks_is_read() -> None:
+    asked = {"EAGLE_TRACE_MONITOR": "s.trace", "EAGLE_TRACE_MONITOR_TARGET": "t", "EAGLE_TRACE_MONITOR_EVERY": "50"}
+    assert options_of(asked) == {"served": "s.trace", "target": "t", "every": 50}
+    with pytest.raises(UsageError, match="EAGLE_TRACE_MONITOR_EVERY must be a number, not 'often'"):
+        options_of(asked | {"EAGLE_TRACE_MONITOR_EVERY": "often"})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,9 +15,10 @@ import pytest
 from eagle_trace.errors import CheckpointError, EagleTraceError, HostError, UsageError
 from eagle_trace.prompts import Prompt
 from eagle_trace.recording import hosts
+from eagle_trace_serving.access import DeniedError, Keys
 from eagle_trace_serving.host import Address, ServerOptions
 from eagle_trace_serving.requests import Request
-from eagle_trace_vllm import plugin, releases
+from eagle_trace_vllm import arming, plugin, releases
 from eagle_trace_vllm.asking import answers, ask, ask_all, request_id
 from eagle_trace_vllm.deployment import launch, speculation
 from eagle_trace_vllm.host import HOST
@@ -34,6 +36,7 @@ PAIR = ServerOptions(TARGET, DRAFT, device="cpu")
         ({"keep_cuda_graphs": True}, UsageError, "without --keep-cuda-graphs|CUDA graphs"),
         ({"host_args": ("--data-parallel-size", "2")}, UsageError, "--data-parallel-size"),
         ({"host_args": ("--api-server-count=2",)}, UsageError, "--api-server-count"),
+        ({"host_args": ("--api-key", "mine")}, UsageError, "leave out --api-key"),
         ({"host_args": ("--speculative-config", "{")}, UsageError, "takes a JSON object"),
         ({"host_args": ("--speculative-config", "[1]")}, UsageError, "takes a JSON object"),
         ({"host_args": ("--speculative-config", '{"method": "ngram"}')}, UsageError, "asks for the method ngram"),
@@ -123,6 +126,35 @@ def test_answers_are_in_the_order_of_the_prompts() -> None:
         answers({"choices": choices[:1]}, ["a", "b"])
     with pytest.raises(ValueError, match="1 prompts"):
         answers("no such thing", ["a"])
+
+
+@pytest.mark.parametrize(
+    ("given", "variable", "keys"),
+    [
+        (["one", "two"], "ignored", ("one", "two")),
+        ("one", None, ("one",)),
+        (None, "variable", ("variable",)),
+        ([], None, ()),
+    ],
+)
+def test_each_of_vllms_keys_does_what_a_key_may(
+    given: Any, variable: str | None, keys: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, arming.ENGINE, SimpleNamespace(AsyncLLM=SimpleNamespace(shutdown=None)))  # type: ignore[arg-type]
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    if variable:
+        monkeypatch.setenv("VLLM_API_KEY", variable)
+    hung: list[Any] = []
+    armed: Any = SimpleNamespace(add_routes=lambda *words: hung.append(words), ready=lambda: None)
+    arming._serve(SimpleNamespace(state=SimpleNamespace(args=SimpleNamespace(api_key=given))), armed)
+    guarded = Keys(tuple(key for key in hung[0][1] if key))
+    assert guarded.api_keys == keys
+    for key in keys:
+        assert guarded.may_do_all({"authorization": f"Bearer {key}"})
+    for wrong in ("", "Bearer ", "Bearer onetwo", "Basic one", "Bearer ignored"):
+        if keys:
+            with pytest.raises(DeniedError):
+                guarded.may_do_all({"authorization": wrong})
 
 
 Install = Callable[..., None]

@@ -1,16 +1,22 @@
 """SGLang: what it loads, takes, ignores and refuses. The names of `eagle_trace_analysis.engines.base.Engine`."""
 
 from eagle_trace_analysis.engines.sglang.accepts import config_class, positions, refusals, repaired, target_refusals
+from eagle_trace_analysis.engines.sglang.classes import other_class
 from eagle_trace_analysis.engines.sglang.engine import (
     ARCHITECTURE,
     ARCHITECTURES,
     ENGINE,
+    FAMILY,
+    LAYER,
+    LAYER_SIZES,
+    MODEL_TYPE,
     NAME,
     OTHER_NAMES,
     READS,
     REPLACES_EMBEDDING,
     STACKED,
     TITLE,
+    attention_words,
     canonical_name,
     captured_inputs,
     computes_nothing,
@@ -46,12 +52,12 @@ from eagle_trace_analysis.engines.sglang.words import WORDS, ids_unread
 from eagle_trace_analysis.engines.sglang.written import flat_config
 
 __all__ = [
-    "ARCHITECTURE", "ARCHITECTURES", "ENGINE", "NAME", "OTHER_NAMES", "READS", "REPLACES_EMBEDDING", "SIDE_FILES",
-    "STACKED", "TITLE", "WORDS", "canonical_name", "captured_inputs", "computes_nothing", "config_class",
-    "copied_from_serving", "copied_from_training", "default_inputs", "destinations", "entering_norm", "fc_norm",
-    "fed_width", "feeds_since", "flat_config", "gaps", "ids_that_capture", "ids_unread", "is_known_target",
-    "last_input", "layer_ids", "layer_of", "loads_kind", "norm_before_fc", "num_aux_hidden_states", "parameters",
-    "positions", "quantisation_refused", "read_quantisation", "refusals", "repaired", "rope_settings", "scheme_of",
-    "serves_kind", "skips_fc", "target_class", "target_refusals", "uses_aux_hidden_state", "why_it_cannot_serve",
-    "with_defaults",
+    "ARCHITECTURE", "ARCHITECTURES", "ENGINE", "FAMILY", "LAYER", "LAYER_SIZES", "MODEL_TYPE", "NAME", "OTHER_NAMES",
+    "READS", "REPLACES_EMBEDDING", "SIDE_FILES", "STACKED", "TITLE", "WORDS", "attention_words", "canonical_name",
+    "captured_inputs", "computes_nothing", "config_class", "copied_from_serving", "copied_from_training",
+    "default_inputs", "destinations", "entering_norm", "fc_norm", "fed_width", "feeds_since", "flat_config", "gaps",
+    "ids_that_capture", "ids_unread", "is_known_target", "last_input", "layer_ids", "layer_of", "loads_kind",
+    "norm_before_fc", "num_aux_hidden_states", "other_class", "parameters", "positions", "quantisation_refused",
+    "read_quantisation", "refusals", "repaired", "rope_settings", "scheme_of", "serves_kind", "skips_fc",
+    "target_class", "target_refusals", "uses_aux_hidden_state", "why_it_cannot_serve", "with_defaults",
 ]  # fmt: skip

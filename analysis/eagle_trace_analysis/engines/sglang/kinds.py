@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from eagle_trace_analysis.engines.sglang.engine import ARCHITECTURE
+
 #: classes that load a block-diffusion draft
 DFLASH = frozenset({"DFlashDraftModel", "DFlash2DraftModel", "DFlash2BeamDraftModel", "DFlashLagunaForCausalLM"})
 EAGLE1 = {"qwen2": "Qwen2ForCausalLMEagle", "mistral": "MistralForCausalLMEagle"}
@@ -24,6 +26,7 @@ def serves_kind(kind: str, config: Mapping[str, Any]) -> str:
             "serve with --speculative-algorithm EAGLE (NEXTN is its other name), with the class of the target's family"
         ),
         "latent": f'serve with --speculative-algorithm EAGLE3 and architectures ["{LATENT}"]',
+        "llama": f'serve with --speculative-algorithm EAGLE3 and architectures ["{ARCHITECTURE}"]',
         "whole": (
             "as a draft of its own it is served with --speculative-algorithm STANDALONE (it needs the target's "
             "tokenizer)"

@@ -9,7 +9,9 @@ import pytest
 
 from eagle_trace_analysis.checkpoint.check import check
 from eagle_trace_analysis.checkpoint.finding import Status
+from eagle_trace_analysis.engines import engine_named
 from tests.support import checkpoints as make
+from tests.support import latent
 from tests.support.check_cases import named
 from tests.support.other_kinds import KINDS, eagle3
 
@@ -26,15 +28,21 @@ def test_another_kind_is_named_with_what_serves_it_and_nothing_follows(kind: str
     assert 'LlamaForCausalLMEagle3"]' not in finding.fix
 
 
-def test_a_draft_with_latent_attention_under_its_own_class_is_not_failed(tmp_path: Path) -> None:
-    config, stored = KINDS["MLA"][0]()
-    config["architectures"] = ["Eagle3DeepseekV2ForCausalLM"]
-    result = check(make.write_checkpoint(tmp_path, config, stored))
+def test_a_draft_with_latent_attention_is_not_failed_where_its_class_is_not_known(tmp_path: Path) -> None:
+    result = check(latent.write_draft(tmp_path), engine=engine_named("vllm"))
     assert result.exit_status == 0
     finding = named(result, "format")
     assert finding.status is Status.SKIP
-    assert "--speculative-algorithm EAGLE3" in finding.evidence
+    assert "This command knows Eagle3LlamaForCausalLM only" in finding.evidence
     assert "nothing else was checked" in finding.evidence
+
+
+def test_a_draft_with_a_llama_layer_under_the_latent_class_is_named(tmp_path: Path) -> None:
+    config, stored = eagle3("Eagle3DeepseekV2ForCausalLM")
+    finding = named(check(make.write_checkpoint(tmp_path, config, stored)), "format")
+    assert finding.status is Status.FAIL
+    assert "an EAGLE-3 draft with a llama layer" in finding.evidence
+    assert finding.fix.endswith('architectures ["LlamaForCausalLMEagle3"]')
 
 
 def test_values_of_another_kind_are_read_all_the_same(tmp_path: Path) -> None:
