@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 
 from eagle_trace.errors import CheckpointError
-from eagle_trace_analysis.checkpoint import kinds
 from eagle_trace_analysis.checkpoint.check import check
 from eagle_trace_analysis.checkpoint.finding import Status
-from eagle_trace_analysis.engines.sglang import engine, schemes
+from eagle_trace_analysis.engines.sglang import engine, kinds, schemes
 from tests.support import checkpoints as make
 from tests.support.published_cases import PUBLISHED
 from tests.support.quantised_cases import QUANTISED
