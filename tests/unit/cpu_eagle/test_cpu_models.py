@@ -54,6 +54,38 @@ def test_a_router_weight_goes_onto_the_input_where_the_class_asks_for_it() -> No
     torch.testing.assert_close(run(None, x, chosen, Settings(True)), (x * chosen.topk_weights).square())
 
 
+class LatentDraft:
+    """What waits for the GPU when it is given an embedding."""
+
+    def set_embed(self, embed: Any) -> None:
+        torch.cuda.synchronize()
+        self.embed = embed
+
+    def set_embed_and_head(self, embed: Any, head: Any) -> None:
+        torch.cuda.synchronize()
+        self.embed, self.head = embed, head
+        if head is None:
+            raise ValueError("no head")
+
+
+def test_a_draft_given_an_embedding_waits_for_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wait(*_: object) -> None:
+        raise AssertionError("Torch not compiled with CUDA enabled")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", wait)
+    module = type("module", (), {"Eagle3DeepseekV2ForCausalLM": LatentDraft})
+    for _ in range(2):
+        models._latent_draft(module)
+    draft = LatentDraft()
+    draft.set_embed(1)
+    draft.set_embed_and_head(2, 3)
+    assert (draft.embed, draft.head) == (2, 3)
+    with pytest.raises(ValueError, match="no head"):
+        draft.set_embed_and_head(4, None)
+    # outside of these calls it is torch's own
+    assert torch.cuda.synchronize is wait
+
+
 RUNNER = """
 import a_model
 
