@@ -76,7 +76,7 @@ class Manifest:
         host: name of the recorded library (``speculators``, ``sglang``).
         packages: versions of what took part, by package name.
         target: path, config digest and shape facts of the target checkpoint.
-        draft: the same for the draft, plus checkpoint keys that the host dropped and parameters it did not find.
+        draft: the same for the draft, plus its family's name, keys that the host dropped and parameters not found.
         dtype: dtype the draft ran in, on-disk name.
         device: ``cpu`` or ``cuda``.
         settings: what the run was asked to do (steps, topk, draft tokens, features, seed, ...).
@@ -319,6 +319,7 @@ _FACTS = {
     "config_digest": optional(text),
     "model_type": optional(text),
     "architecture": optional(text),
+    "family": optional(text),
     "captures": optional(lambda value: isinstance(value, bool)),
     "captured_inputs": optional(listed(whole)),
     "layer_ids": optional(listed(whole)),

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from eagle_trace.capture import Rows, Shard, Statistics, drawn_channels, to_float32
 from eagle_trace.errors import TraceDamagedError, TraceError, TraceNotFoundError, TraceUnsealedError
+from eagle_trace.families import Family
 from eagle_trace.manifest import Manifest, read_manifests, spokesman
 from eagle_trace.schema import KEYS, STATISTICS, TABLES
 from eagle_trace.sitedata import (
@@ -30,7 +31,7 @@ from eagle_trace.sitedata import (
     scan,
     to_rows,
 )
-from eagle_trace.sites import forward_order
+from eagle_trace.sites import family_of, forward_order
 from eagle_trace.store import Place, Store, open_store, reason
 from eagle_trace.tables import last_prompts, read_table, whole_params
 from eagle_trace.valuereader import SketchReader, ValueReader, iter_blocks
@@ -216,6 +217,11 @@ class Trace:
     def sites(self) -> list[str]:
         """Names of the sites with rows, in forward order (every site seen, at level ``shapes``)."""
         return forward_order({name for name in self._scanned if self.site_data(name)} or set(self.shapes))
+
+    @cached_property
+    def family(self) -> Family:
+        """The family of the draft: the one that the recording names, or else the one that has these sites."""
+        return family_of([*self.sites, *self.shapes], self.manifest.draft.get("family"))
 
     def site_data(self, site: str) -> list[SiteData]:
         """What the trace holds of a site: one entry a (dtype, width) seen, [] if it has no rows of it."""

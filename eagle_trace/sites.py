@@ -14,7 +14,7 @@ from eagle_trace.families.base import Kind
 
 __all__ = [
     "ROW_SITES", "TOPK_SITES", "Kind", "Site", "draft_sites", "family_of", "forward_order", "forward_place",
-    "fused_slices", "known_names", "known_site", "site_of_parameter", "sites_of",
+    "fused_slices", "known_names", "known_site", "known_sites", "site_of_parameter", "sites_of",
 ]  # fmt: skip
 
 #: layers of the largest target and draft whose sites are listed by name
@@ -31,30 +31,52 @@ ROW_SITES = tuple(site.name for site in draft_sites() if site.kept == "rows")
 TOPK_SITES = tuple(site.name for site in draft_sites() if site.kept == "topk")
 
 
-def family_of(names: Sequence[str]) -> Family:
-    """The family of the draft that sites called `names` belong to; the first one if none knows them all."""
-    return next((family for family in FAMILIES if not family.sites_of(names)[1]), FAMILIES[0])
+def family_of(names: Sequence[str], said: object = None) -> Family:
+    """The family of the draft that sites called `names` belong to; the first one if none knows them all.
+
+    Args:
+        names: names of its sites, some or all.
+        said: the family's name as a manifest has it (`draft.family`): decides, if it is a family's name.
+    """
+    named = next((family for family in FAMILIES if family.name == said), None)
+    return named or next((family for family in FAMILIES if not family.sites_of(names)[1]), FAMILIES[0])
 
 
-def sites_of(names: Sequence[str]) -> list[Site]:
-    """The site list of the draft that `names` (from either side) belong to.
+def sites_of(names: Sequence[str], family: Family | None = None) -> list[Site]:
+    """The site list of the draft that `names` (from either side) belong to, of the family given or of theirs.
 
     Raises:
         ValueError: a name is no site's.
     """
-    sites, unknown = family_of(names).sites_of(names)
+    sites, unknown = (family or family_of(names)).sites_of(names)
     if unknown:
         raise ValueError(f"not the name of a site: {', '.join(unknown)}")
     return sites
 
 
 @cache
-def _known() -> dict[str, tuple[int, Site]]:
-    found: dict[str, tuple[int, Site]] = {}
+def known_sites() -> tuple[Site, ...]:
+    """All sites there are, of whatever family, in forward order; of a name that several have, the first one's.
+
+    What only a later family has stands behind the site that it follows there.
+    """
+    merged: list[Site] = []
     for family in FAMILIES:
+        names = {site.name for site in merged}
+        news: dict[str, list[Site]] = {}
+        before = ""
         for site in family.sites(_MOST_LAYERS, _MOST_LAYERS):
-            found.setdefault(site.name, (len(found), site))
-    return found
+            if site.name in names:
+                before = site.name
+            else:
+                news.setdefault(before, []).append(site)
+        merged = [*news.get("", ()), *(one for site in merged for one in (site, *news.get(site.name, ())))]
+    return tuple(merged)
+
+
+@cache
+def _known() -> dict[str, tuple[int, Site]]:
+    return {site.name: (place, site) for place, site in enumerate(known_sites())}
 
 
 def known_site(name: str) -> Site | None:

@@ -40,7 +40,7 @@ def compare(
     deployed: Annotated[
         Path | None,
         typer.Option(
-            help="Draft as it is served (SGLang's format). Without it, TRAINED is exported.", show_default=False
+            help="Draft as it is served (in a server's format). Without it, TRAINED is exported.", show_default=False
         ),
     ] = None,
     prompts: Annotated[
@@ -56,7 +56,8 @@ def compare(
         list[Path] | None,
         typer.Option(
             metavar="PYTHON",
-            help="Python of the environment to start the server in; two are compared with each other.",
+            help="Python of another environment: --host is started there if it is installed there; without --host, "
+            "the server that is.",
             show_default=False,
         ),
     ] = None,
@@ -179,12 +180,13 @@ def _run(
         progress("checking the draft")
         checked = comparison.check()
         progress.clear()
-        if checked is not None:
-            _tell_check(checked, verbose=verbose)
-        if checked is not None and (found := pointless(checked)):
+        for one in checked:
+            _tell_check(one, verbose=verbose, named=len(checked) > 1)
+        if found := pointless(checked):
+            stopped = next(one for one in checked if pointless([one]))
             for path, format in reports:
                 if format in (Format.junit, Format.sarif):
-                    write_report(path, render_check_as(checked, CheckFormat(format.value)))
+                    write_report(path, render_check_as(stopped, CheckFormat(format.value)))
             _tell_stopped(found)
             return 1
         try:
@@ -195,11 +197,13 @@ def _run(
         return comparison.diff(reference, other, judged), reference, other
 
 
-def _tell_check(checked: CheckResult, *, verbose: bool) -> None:
+def _tell_check(checked: CheckResult, *, verbose: bool, named: bool) -> None:
     from eagle_trace.terminal import PlainConsole
     from eagle_trace_analysis.report.check import render_brief, render_text
 
     console = PlainConsole()
+    if named and not verbose:
+        console.print(f"for {checked.engine}:")
     (render_text if verbose else render_brief)(checked, console)
     console.print()
 
@@ -211,12 +215,12 @@ def _tell_stopped(found: list[Finding]) -> None:
     render_stop(found, PlainConsole())
 
 
-def _explained(error: EagleTraceError, checked: CheckResult | None, workspace: Workspace) -> EagleTraceError:
+def _explained(error: EagleTraceError, checked: Sequence[CheckResult], workspace: Workspace) -> EagleTraceError:
     """A recording that failed, with what the checks have to say of it, and what is kept of the run."""
     from eagle_trace.jobs.comparison import failures
 
     words = [str(error)]
-    if isinstance(error, HostError) and checked is not None:
+    if isinstance(error, HostError) and checked:
         found = failures(checked)
         words += [f"what check says of it: {one.name}: {one.evidence}\nfix: {one.fix}" for one in found]
         if not found:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from enum import StrEnum
@@ -51,6 +52,10 @@ def record(
             RUN,
             "The program: speculators, sglang, ... Default: the one installed, or that takes the draft.",
         ),
+    ] = None,
+    env: Annotated[
+        Path | None,
+        _option(RUN, "Python of another environment that has the program and eagle-trace: record there.", "--env"),
     ] = None,
     draft: Annotated[Path | None, _option(RUN, "Draft checkpoint in the host's own format.")] = None,
     target: Annotated[Path | None, _option(RUN, "Target checkpoint, Hugging Face format.")] = None,
@@ -107,6 +112,8 @@ def record(
     ] = None,
 ) -> None:
     """Record one side of a draft model into a trace."""
+    if env is not None:
+        _record_there(env)
     from eagle_trace.manifest import without_secrets
     from eagle_trace.selection import Selection, parse_bytes
 
@@ -176,6 +183,25 @@ def _recorder(mode: Mode, host: str | None, draft: Path | None) -> Callable[...,
 
     record: Callable[..., Place] = find_host(KINDS[mode.value], host, draft=draft).record
     return record
+
+
+def _record_there(python: Path) -> NoReturn:
+    """Go on as the same command in another environment, which takes this process over."""
+    from eagle_trace.jobs.environments import Environment
+
+    there = Environment(python)
+    there.installed()
+    own = sys.argv[1:]
+    end = own.index("--") if "--" in own else len(own)
+    words, skip = [], False
+    for word in own[:end]:
+        if not skip and word != "--env" and not word.startswith("--env="):
+            words.append(word)
+        skip = word == "--env" and not skip
+    command = there.command([*words, *own[end:]])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execv(command[0], command)
 
 
 def _refuse(wrong: bool, sentence: str) -> None:

@@ -2,8 +2,9 @@
 
 from eagle_trace.families.base import Family, Site
 from eagle_trace.families.eagle3 import EAGLE3
+from eagle_trace.families.eagle3_mla import EAGLE3_MLA
 
-#: the first one that knows all names of a trace is taken
-FAMILIES: tuple[Family, ...] = (EAGLE3,)
+#: the first one that knows all names of a trace is taken, where the trace does not say
+FAMILIES: tuple[Family, ...] = (EAGLE3, EAGLE3_MLA)
 
-__all__ = ["EAGLE3", "FAMILIES", "Family", "Site"]
+__all__ = ["EAGLE3", "EAGLE3_MLA", "FAMILIES", "Family", "Site"]

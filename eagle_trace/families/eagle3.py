@@ -8,12 +8,15 @@ because the first divergence is a site that differs while everything it is compu
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from eagle_trace.families.base import Family, Site
 
 #: a norm is a mean square, a root and a product; a rotation two products; attention scores, softmax and their product
-_NORM, _ROTATION, _ATTENTION = 2, 2, 6
+NORM, ROTATION, ATTENTION = 2, 2, 6
+#: sites of the attention of decoder layer n, from its projections up to ``attn.context``, by the sites it is fed by
+Attention = Callable[[int, tuple[str, ...]], list[Site]]
 
 
 def _before_layers(target_layers: int) -> list[Site]:
@@ -55,23 +58,23 @@ def _norms(n: int) -> list[Site]:
     if n > 0:
         return [
             Site(
-                f"{at}.hidden_norm", ("H",), "value", "all", (f"layer.{n - 1}.out",), kernel_roundings=_NORM,
+                f"{at}.hidden_norm", ("H",), "value", "all", (f"layer.{n - 1}.out",), kernel_roundings=NORM,
                 parameters=(f"{layer}.input_layernorm", f"{layer}.hidden_norm"), meaning="stream after its norm",
             )
         ]  # fmt: skip
     return [
         Site(
-            f"{at}.embed_norm", ("H",), "value", "all", ("embed",), kernel_roundings=_NORM,
+            f"{at}.embed_norm", ("H",), "value", "all", ("embed",), kernel_roundings=NORM,
             parameters=(f"{layer}.input_layernorm",), meaning="embedding after input_layernorm",
         ),
         Site(
-            f"{at}.hidden_norm", ("H",), "value", "all", ("hidden",), kernel_roundings=_NORM,
+            f"{at}.hidden_norm", ("H",), "value", "all", ("hidden",), kernel_roundings=NORM,
             parameters=(f"{layer}.hidden_norm",), meaning="hidden state after hidden_norm",
         ),
     ]  # fmt: skip
 
 
-def _attention(n: int, into: tuple[str, ...], stream: str) -> list[Site]:
+def _attention(n: int, into: tuple[str, ...]) -> list[Site]:
     at, module = f"layer.{n}.attn", f"layers.{n}.self_attn"
     q = Site(
         f"{at}.q", ("A",), "value", "all", into, product=True, split_by="query heads",
@@ -81,7 +84,7 @@ def _attention(n: int, into: tuple[str, ...], stream: str) -> list[Site]:
         f"{at}.k", ("K",), "value", "all", into, product=True, split_by="key/value heads",
         parameters=(f"{module}.k_proj", f"{module}.k_norm"), meaning="keys before rotation",
     )  # fmt: skip
-    turned = replace(q, rotated=True, kernel_roundings=_ROTATION, product=False, parameters=())
+    turned = replace(q, rotated=True, kernel_roundings=ROTATION, product=False, parameters=())
     return [
         q,
         k,
@@ -93,9 +96,15 @@ def _attention(n: int, into: tuple[str, ...], stream: str) -> list[Site]:
         ),
         Site(
             f"{at}.context", ("A",), "value", "all", (f"{at}.q_rope", f"{at}.k_rope", f"{at}.v"),
-            carried=(f"{at}.k_rope", f"{at}.v"), roundings=2, kernel_roundings=_ATTENTION, split_by="query heads",
+            carried=(f"{at}.k_rope", f"{at}.v"), roundings=2, kernel_roundings=ATTENTION, split_by="query heads",
             meaning="attention output before the output projection",
         ),
+    ]  # fmt: skip
+
+
+def _after_attention(n: int, stream: str) -> list[Site]:
+    at, module = f"layer.{n}.attn", f"layers.{n}.self_attn"
+    return [
         Site(
             f"{at}.out", ("H",), "value", "all", (f"{at}.context",), product=True, parameters=(f"{module}.o_proj",),
             meaning="attention output projection",
@@ -115,7 +124,7 @@ def _mlp(n: int) -> list[Site]:
     )  # fmt: skip
     return [
         Site(
-            f"{at}.mlp.norm", ("H",), "value", "all", (f"{at}.attn.residual",), kernel_roundings=_NORM,
+            f"{at}.mlp.norm", ("H",), "value", "all", (f"{at}.attn.residual",), kernel_roundings=NORM,
             parameters=(f"{layer}.post_attention_layernorm",), meaning="stream after its norm",
         ),
         gate,
@@ -135,17 +144,17 @@ def _mlp(n: int) -> list[Site]:
     ]  # fmt: skip
 
 
-def _layer(n: int) -> list[Site]:
+def _layer(n: int, attention: Attention) -> list[Site]:
     norms = _norms(n)
     stream = "hidden" if n == 0 else f"layer.{n - 1}.out"
-    return [*norms, *_attention(n, tuple(site.name for site in norms), stream), *_mlp(n)]
+    return [*norms, *attention(n, tuple(site.name for site in norms)), *_after_attention(n, stream), *_mlp(n)]
 
 
 def _after_layers(draft_layers: int) -> list[Site]:
     last = f"layer.{draft_layers - 1}.out"
     return [
         Site(
-            "norm", ("H",), "value", "all", (last,), kernel_roundings=_NORM, parameters=("norm",),
+            "norm", ("H",), "value", "all", (last,), kernel_roundings=NORM, parameters=("norm",),
             meaning="final norm, read by the head",
         ),
         Site(
@@ -163,9 +172,12 @@ def _after_layers(draft_layers: int) -> list[Site]:
     ]  # fmt: skip
 
 
-def sites(target_layers: int, draft_layers: int) -> list[Site]:
-    """All sites of a draft of `draft_layers` decoder layers fed by `target_layers` target layers, in forward order."""
-    layers = [site for n in range(draft_layers) for site in _layer(n)]
+def sites(target_layers: int, draft_layers: int, attention: Attention = _attention) -> list[Site]:
+    """All sites of a draft of `draft_layers` decoder layers fed by `target_layers` target layers, in forward order.
+
+    `attention` lists the sites between the norms and the output projection, for a family that differs there alone.
+    """
+    layers = [site for n in range(draft_layers) for site in _layer(n, attention)]
     return [*_before_layers(target_layers), *layers, *_after_layers(draft_layers)]
 
 

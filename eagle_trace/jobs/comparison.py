@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eagle_trace import __version__
+from eagle_trace.checkpoints import read_config
 from eagle_trace.errors import UsageError
 from eagle_trace.jobs.fingerprint import of_folder, of_text
 from eagle_trace.jobs.questions import write_prompts
 from eagle_trace.jobs.servers import Ask, Pair, Running, Server, installed
 from eagle_trace.jobs.workspace import Workspace
 from eagle_trace.reader import Trace, open_trace
-from eagle_trace.recording.hosts import find_host
+from eagle_trace.recording.hosts import find_host, has_own_forward
 
 if TYPE_CHECKING:
     from eagle_trace_analysis import Diff
@@ -25,8 +26,6 @@ Progress = Callable[[str], None]
 
 #: checks of which a failure stops every server, or makes its answers those of another kind of model
 POINTLESS = ("format", "config", "target-class")
-#: servers that load a folder of speculators as it is
-_TAKE_TRAINED = ("vllm",)
 #: names in the workspace
 DEPLOYED, REFERENCE, PROMPTS = "deployed", "reference", "prompts.jsonl"
 TRAIN, SERVE, OTHER = "train.trace", "serve.trace", "other.trace"
@@ -39,7 +38,7 @@ class Asked:
     Attributes:
         target: target checkpoint.
         trained: draft as it was trained, speculators format; None if nobody has it.
-        deployed: draft as it is served, SGLang's format; None to export `trained`.
+        deployed: draft as it is served, in a server's format; None to export `trained`.
         prompts: prompts file; None for eight of our own.
         servers: one to hold against training, or two to hold against each other, the reference first.
         ask: how servers are started and asked.
@@ -115,10 +114,10 @@ class Comparison:
 
     # ---- before anything runs
 
-    def check(self) -> CheckResult | None:
-        """What can be said of the draft without running it; exports it first if there is only the trained one.
+    def check(self) -> list[CheckResult]:
+        """What can be said of the draft without running it, for each engine that is to serve it.
 
-        None if no server is of a host whose loader is written down here.
+        Writes it for them first if there is only the trained one. Nothing of a server whose loader is not known here.
 
         Raises:
             CheckpointError: a folder cannot be read, or the trained draft cannot be exported.
@@ -126,24 +125,35 @@ class Comparison:
         from eagle_trace_analysis.checkpoint.check import check
         from eagle_trace_analysis.engines import ENGINES
 
-        hosts = [server.host or "sglang" for server in self.asked.servers]
-        engine = next((ENGINES[host] for host in hosts if host in ENGINES), None)
-        if engine is None:
-            self.progress(f"what {hosts[0]} loads is not written down here: nothing is checked before it starts")
-            return None
-        draft, trained = self.served or self._trained, self.asked.trained
-        return check(draft, target=self.asked.target, reference=trained, engine=engine)
+        found: dict[str, CheckResult] = {}
+        for server in self.asked.servers:
+            host = server.host or "sglang"
+            if host not in ENGINES:
+                self.progress(f"what {host} loads is not written down here: nothing is checked before it starts")
+            elif host not in found:
+                draft = self.served(server) or self._trained
+                found[host] = check(draft, target=self.asked.target, reference=self.asked.trained, engine=ENGINES[host])
+        return list(found.values())
 
-    @property
-    def served(self) -> Path | None:
-        """The folder that servers load: the deployed one, or an export of the trained one; None where one runs."""
-        if self.asked.deployed is not None:
-            return self.asked.deployed
-        if all(isinstance(server, Running) for server in self.asked.servers):
-            return None
-        if all(server.host in _TAKE_TRAINED for server in self.asked.servers):
-            return self._trained
-        return self._exported()
+    def served(self, server: Server) -> Path | None:
+        """The folder that a server loads; None where it runs already and none was named.
+
+        The deployed one as it is, unless two servers of different formats are to load it; else the trained one, written
+        as the server loads it.
+        """
+        from eagle_trace_analysis.checkpoint.purpose import purpose_of, write_for
+        from eagle_trace_analysis.engines import ENGINES, SGLANG
+        from eagle_trace_analysis.trainers import trainer_of
+
+        deployed = self.asked.deployed
+        if isinstance(server, Running) or (deployed is not None and not self.asked.two_servers):
+            return deployed
+        source, engine = deployed or self._trained, ENGINES.get(server.host or "", SGLANG)
+        has_form = engine.READS or trainer_of(read_config(source)) is not None
+        if purpose_of(source).engine is engine or not has_form or has_own_forward(source):
+            return source
+        name = DEPLOYED if deployed is None else f"{DEPLOYED}-{engine.NAME}"
+        return self._made(name, source, lambda out: write_for(engine, source, out, target=self.asked.target))
 
     @property
     def _trained(self) -> Path:
@@ -151,19 +161,23 @@ class Comparison:
             raise UsageError("give --trained DRAFT (as speculators saved it)")
         return self.asked.trained
 
-    def _exported(self) -> Path:
-        from eagle_trace_analysis.checkpoint.export import export
-
-        return self._made(DEPLOYED, self._trained, lambda out: export(self._trained, out, target=self.asked.target))
-
     def _own_reference(self) -> Path:
         from eagle_trace_analysis.checkpoint.own_reference import write_own_reference
+        from eagle_trace_analysis.engines import ENGINES, SGLANG
+        from eagle_trace_analysis.trainers import trainer_of
 
         deployed = self.asked.deployed
         if deployed is None:
             raise UsageError("give --deployed DRAFT (as it is served)")
+        if trainer_of(read_config(deployed)) is not None:
+            return deployed  # what a server loads is what was trained
+        engine = ENGINES.get(self.asked.servers[0].host or "", SGLANG)
         self.progress("no --trained: what the deployed folder says is taken for the training")
-        return self._made(REFERENCE, deployed, lambda out: write_own_reference(deployed, out, target=self.asked.target))
+        if has_own_forward(deployed):
+            return deployed
+        return self._made(
+            REFERENCE, deployed, lambda out: write_own_reference(deployed, out, target=self.asked.target, engine=engine)
+        )
 
     def _made(self, name: str, source: Path, make: Callable[[Path], object]) -> Path:
         """A folder made of `source` in the workspace, by this run or by one before it."""
@@ -205,7 +219,7 @@ class Comparison:
         return path
 
     def _serve(self, name: str, server: Server, prompts: Path) -> Trace:
-        place, draft, ask = self.workspace.place(name), self.served, self.asked.ask
+        place, draft, ask = self.workspace.place(name), self.served(server), self.asked.ask
         inputs = self._inputs(server, draft, prompts)
         if inputs is not None and (found := self.workspace.find(name, inputs)) is not None:
             return self._again(name, found)
@@ -264,24 +278,25 @@ class Comparison:
         from eagle_trace_analysis.gate.compared import Compare
 
         self.progress("comparing")
-        served = self.asked.deployed
+        # those of the manifests where none was named
+        named = self.asked.deployed is not None
+        folders = [self.served(server) if named else None for server in self.asked.servers]
         compare = Compare(
             minimum_share=judged.minimum_share, tolerance=judged.tolerance, max_drop=judged.max_drop,
-            floors=self.floors, folders=(served if self.asked.two_servers else None, served, self.asked.target),
+            floors=self.floors,
+            folders=(folders[0] if self.asked.two_servers else None, folders[-1], self.asked.target),
         )  # fmt: skip
         before = open_trace(judged.baseline) if judged.baseline is not None else None
         return compare(reference, other, baseline=before)
 
 
-def pointless(result: CheckResult) -> list[Finding]:
+def pointless(results: Sequence[CheckResult]) -> list[Finding]:
     """The failed checks that make a run pointless."""
-    from eagle_trace_analysis.checkpoint.finding import Status
-
-    return [one for one in result.findings if one.status is Status.FAIL and one.name in POINTLESS]
+    return [one for one in failures(results) if one.name in POINTLESS]
 
 
-def failures(result: CheckResult) -> list[Finding]:
+def failures(results: Sequence[CheckResult]) -> list[Finding]:
     """All failed checks."""
     from eagle_trace_analysis.checkpoint.finding import Status
 
-    return [one for one in result.findings if one.status is Status.FAIL]
+    return [one for result in results for one in result.findings if one.status is Status.FAIL]

@@ -2,37 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import shutil
-import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Protocol
 
-from eagle_trace.errors import HostError, UsageError
+from eagle_trace.errors import UsageError
+from eagle_trace.jobs.environments import PACKAGES, Environment
 from eagle_trace.jobs.fingerprint import of_environment
 from eagle_trace.recording.hosts import find_host
 
 Progress = Callable[[str], None]
-
-#: packages whose release decides what a server computes
-PACKAGES = ("eagle-trace", "sglang", "vllm", "torch", "transformers", "sgl-kernel", "flashinfer-python")
-#: how long a Python of another environment may take to say what is installed there, and to end when told to [s]
-PROBE_SECONDS, END_SECONDS = 60.0, 60.0
-_PROBE = """
-import json
-from importlib.metadata import PackageNotFoundError, version
-found = {}
-for name in %r:
-    try:
-        found[name] = version(name)
-    except PackageNotFoundError:
-        pass
-import eagle_trace.cli.main
-print(json.dumps(found))
-"""
 
 
 @dataclass(frozen=True)
@@ -121,65 +102,31 @@ class Elsewhere:
     def __post_init__(self) -> None:
         object.__setattr__(self, "called", self.called or str(self.python))
 
+    @property
+    def _environment(self) -> Environment:
+        return Environment(self.python)
+
     def inputs(self) -> dict[str, Any]:
-        """Interpreter, the releases installed beside it, and environment variables.
+        """Interpreter, host, the releases installed beside it, and environment variables.
 
         Raises:
-            UsageError: it is no Python, or eagle-trace is not installed there.
+            UsageError: it is not a Python, or eagle-trace is not installed there.
         """
-        return {"python": str(self.python.absolute()), "packages": self._packages(), "environment": of_environment()}
+        packages = self._environment.installed().packages
+        python = self._environment.interpreter
+        return {"python": python, "host": self.host, "packages": packages, "environment": of_environment()}
 
     def record(self, pair: Pair, prompts: Path, ask: Ask, out: Path, progress: Progress) -> None:
         """Run `record --mode serve` there."""
         options = {name: value for name, value in asdict(ask).items() if name != "server_args" and value is not None}
         words = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
         paths = [f"--target={pair.target}", f"--draft={pair.needed_draft}", f"--prompts={prompts}", f"--out={out}"]
+        host = [f"--host={self.host}"] if self.host else []
         last = ["--", *ask.server_args] if ask.server_args else []
-        self._run(["record", "--mode=serve", *paths, *words, "--force", *last], progress)
-
-    def _packages(self) -> dict[str, str]:
-        try:
-            done = subprocess.run(
-                [str(self.python.absolute()), "-c", _PROBE % (PACKAGES,)],
-                check=False, capture_output=True, text=True, timeout=PROBE_SECONDS, errors="replace",
-            )  # fmt: skip
-        except (OSError, subprocess.TimeoutExpired) as error:
-            raise UsageError(f"--env {self.python} is not a Python that can be run ({error})") from error
-        if done.returncode:
-            why = (done.stderr.strip().splitlines() or ["no word why"])[-1]
-            raise UsageError(
-                f"--env {self.python} has no eagle-trace that runs ({why}): install it there beside the server, "
-                f"with {self.python} -m pip install 'eagle-trace[serve]'"
-            )
-        try:
-            found: dict[str, str] = json.loads(done.stdout.strip().splitlines()[-1])
-        except (ValueError, IndexError) as error:
-            raise UsageError(f"--env {self.python} is not a Python: it answered {done.stdout[:80]!r}") from error
-        return found
-
-    def _run(self, words: Sequence[str], progress: Progress) -> None:
-        process = subprocess.Popen(
-            [str(self.python.absolute()), "-m", "eagle_trace.cli.main", *words],
-            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace",
-        )  # fmt: skip
-        said: list[str] = []
-        try:
-            assert process.stderr is not None
-            with process.stderr as lines:
-                for line in lines:
-                    said.append(line.rstrip("\n"))
-                    progress(f"{self.called}: {said[-1]}")
-            status = process.wait()
-        except BaseException:
-            process.terminate()  # it takes its server down before it ends
-            try:
-                process.wait(END_SECONDS)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-            raise
-        if status:
-            raise HostError(f"recording with {self.python} failed: {_error(said, status)}")
+        self._environment.run(
+            ["record", "--mode=serve", *host, *paths, *words, "--force", *last],
+            lambda message: progress(f"{self.called}: {message}"),
+        )
 
 
 @dataclass(frozen=True)
@@ -217,16 +164,22 @@ def servers_of(
 ) -> list[Server]:
     """The servers that were asked for, the reference first: one, or two to be compared with each other.
 
+    Args:
+        hosts: names of servers; each is started in the first of the environments that has it, else here.
+        environments: Pythons; without `hosts`, the server that is installed beside each is started there.
+        against: URL of a server that runs already.
+        keys: its keys.
+
     Raises:
         UsageError: more than two, or a host that is not installed.
     """
-    for host in hosts:
-        find_host("server", host)
-    # a bare name is looked up as a shell would
-    found: list[Server] = [Elsewhere(Path(shutil.which(python) or python)) for python in environments]
-    if hosts and environments:
-        raise UsageError("--host starts a server here and --env one in another environment: give one of the two")
-    found += [Here(host) for host in hosts]
+    places = [Environment(python) for python in environments]
+    found: list[Server]
+    if hosts:
+        found = [_placed(host, places) for host in hosts]
+        _refuse_unused(hosts, places)
+    else:
+        found = [Elsewhere(one.python, host=_only_server(one)) for one in places]
     if against is not None:
         found.append(Running(against, keys.get("api_key"), keys.get("admin_api_key")))
     found = found or [Here(find_host("server").name)]
@@ -235,6 +188,31 @@ def servers_of(
     if len(found) == 2 and found[0].called == found[1].called:
         found = [replace(one, called=f"{one.called} ({name})") for one, name in zip(found, "AB", strict=True)]  # type: ignore[type-var]
     return found
+
+
+def _placed(host: str, places: Sequence[Environment]) -> Server:
+    """A server in the first of some environments that has it, else in this one."""
+    find_host("server", host, program=False)
+    for place in places:
+        if host in place.installed().servers:
+            return Elsewhere(place.python, host, host)
+    return Here(find_host("server", host).name)
+
+
+def _refuse_unused(hosts: Sequence[str], places: Sequence[Environment]) -> None:
+    for place in places:
+        if not set(hosts) & set(place.installed().servers):
+            has = ", ".join(place.installed().servers) or "no server"
+            raise UsageError(f"--env {place.python} has {has}, and --host asks for {', '.join(hosts)}")
+
+
+def _only_server(place: Environment) -> str:
+    servers = place.installed().servers
+    if len(servers) == 1:
+        return servers[0]
+    if not servers:
+        raise UsageError(f"--env {place.python} has no server to be recorded: install one there, beside eagle-trace")
+    raise UsageError(f"--env {place.python} has several servers: name one with --host {'|'.join(servers)}")
 
 
 def installed() -> dict[str, str]:
@@ -246,11 +224,3 @@ def installed() -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return found
-
-
-def _error(said: Sequence[str], status: int) -> str:
-    """What a command that failed said last: its sentence, with the lines of the host below it."""
-    for at in range(len(said) - 1, -1, -1):
-        if said[at].startswith("eagle-trace: "):
-            return "\n".join([said[at].removeprefix("eagle-trace: "), *said[at + 1 :]])
-    return "\n".join(said[-10:]) or f"it ended with status {status} and said nothing"

@@ -31,6 +31,9 @@ class Host(Protocol):
         kind: what it does with a draft.
         module: the module that is there if the program is installed.
         install: the command that installs the program.
+
+    A host with a true `stands_in` runs no program but a forward of its own, in place of one that is not there: it is
+    chosen without being named only for a draft that it takes.
     """
 
     name: str
@@ -77,7 +80,11 @@ def find_host(kind: Kind, name: str | None = None, *, draft: Path | None = None,
     known = known_hosts(kind)
     if name is not None:
         return _named(kind, name, known, program=program)
-    found = {one: host for one, host in known.items() if not program or is_installed(host)}
+    found = {
+        one: host
+        for one, host in known.items()
+        if (not program or is_installed(host)) and (not _stands_in(host) or (draft is not None and host.takes(draft)))
+    }
     fitting = [host for host in found.values() if len(found) == 1 or (draft is not None and host.takes(draft))]
     if len(fitting) == 1:
         return fitting[0]
@@ -94,6 +101,17 @@ def _named(kind: Kind, name: str, known: dict[str, Any], *, program: bool) -> An
     if program and not is_installed(known[name]):
         raise UsageError(f"{known[name].title} is not installed here: {_way_out(known[name])}")
     return known[name]
+
+
+def has_own_forward(draft: Path) -> bool:
+    """Whether a forward of our own stands in for the trainer of a draft, in the very format that servers load."""
+    return any(
+        _stands_in(host) and is_installed(host) and host.takes(draft) for host in known_hosts("trainer").values()
+    )
+
+
+def _stands_in(host: Host) -> bool:
+    return bool(getattr(host, "stands_in", False))
 
 
 def _ways_out(known: dict[str, Any]) -> str:

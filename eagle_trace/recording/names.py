@@ -7,6 +7,9 @@ for its inverse, and then looks for a parameter of that name, or of that name be
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
+
 #: names that older releases and checkpoints use, and their present ones: replaced anywhere in a name, in this order
 LEGACY_NAMES = {
     "midlayer": "layers.0",
@@ -18,6 +21,8 @@ LEGACY_NAMES = {
 MAPS = ("d2t", "t2d")
 #: parts of a fused parameter, in its order
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+#: parts of a parameter that an engine fuses on load, and that a checkpoint stores apart (latent attention's)
+FUSED_ON_LOAD = {"fused_qkv_a_proj_with_mqa": ("q_a_proj", "kv_a_proj_with_mqa")}
 #: the one parameter that the engine keeps beside its inner model, and so does not find behind ``model.``
 _HEAD = "lm_head."
 _INNER = "model."
@@ -47,3 +52,34 @@ def fills(name: str) -> tuple[str, ...]:
         if f".{fused}." in canonical:
             return tuple(canonical.replace(fused, part) for part in parts)
     return (canonical,)
+
+
+def latent_fills(name: str) -> tuple[str, ...]:
+    """The same for a draft with latent attention (SGLang 0.5.23, `Eagle3DeepseekV2ForCausalLM.load_weights`).
+
+    Its loader is stricter: it knows the one layer as ``layers.0.`` or ``midlayer.`` at the start of a name, none of the
+    older names, and nothing behind ``model.``. What is fused on load it takes in parts only; a stored
+    ``fused_qkv_a_proj_with_mqa`` is dropped without a word.
+    """
+    for letters in MAPS:
+        if name == letters or name.endswith(f".{letters}"):
+            return (letters,)
+    if any(fused in name for fused in FUSED_ON_LOAD):
+        return ()
+    trained = re.sub(r"^midlayer\.", "layers.0.", name)
+    for fused, parts in FUSED.items():
+        if f".{fused}." in trained:
+            return tuple(trained.replace(fused, part) for part in parts)
+    return (trained,)
+
+
+def latent_filled(stored: Iterable[str]) -> dict[str, tuple[str, ...]]:
+    """`latent_fills` of each of all stored names: a parameter fused on load is filled only where all its parts are."""
+    filled = {name: latent_fills(name) for name in stored}
+    there = {parameter for parameters in filled.values() for parameter in parameters}
+    for name, parameters in filled.items():
+        for parts in FUSED_ON_LOAD.values():
+            mine = next((part for part in parts if f".{part}." in name), None)
+            if mine and not all(one.replace(mine, part) in there for one in parameters for part in parts):
+                filled[name] = ()
+    return filled

@@ -22,7 +22,6 @@ from eagle_trace.families import Site
 from eagle_trace.prompts import prompts_digest
 from eagle_trace.reader import Trace, open_trace, read_keys
 from eagle_trace.selection import EVERYTHING, Selection
-from eagle_trace.sites import family_of
 from eagle_trace.sketch import stored_dtype
 
 #: a row of a draft, as it is told from every other
@@ -156,7 +155,7 @@ def _params(trace: Trace) -> Iterator[str]:
 def _coverage(trace: Trace, selection: Selection) -> Iterator[str]:
     """Every site of the family is there for every row that has it, or is said to be missing."""
     names = [*trace.sites, *trace.shapes]
-    sites, unknown = family_of(names).sites_of(names)
+    sites, unknown = trace.family.sites_of(names)
     if unknown:
         yield f"these are names of no site: {', '.join(unknown)}"
     rows = set(keys_of(trace.rows))

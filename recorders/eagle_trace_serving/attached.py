@@ -10,7 +10,7 @@ import contextlib
 import logging
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -61,19 +61,19 @@ class Armed:
         self.control = Control(host, _max_wait(os.environ))
         os.environ.update(self.control.environment)
 
-    def add_routes(self, app: Any, api_key: str | None, admin_api_key: str | None, guard: Guard) -> None:
+    def add_routes(self, app: Any, api_keys: Sequence[str | None], admin_api_key: str | None, guard: Guard) -> None:
         """Hang the routes into the server's `app`.
 
         Args:
             app: a FastAPI application.
-            api_key, admin_api_key: what guards the server, or None.
+            api_keys, admin_api_key: what guards the server; None for no such key.
             guard: makes an endpoint one that the server's own middleware asks the admin key for, if it has one.
         """
         from eagle_trace_serving.access import Keys
         from eagle_trace_serving.routes import Routes, add_routes
 
-        keys = Keys(api_key, admin_api_key, opted_in(os.environ))
-        own = bool(os.environ.get(OWN)) and bool(api_key or admin_api_key)
+        keys = Keys(tuple(key for key in api_keys if key), admin_api_key, opted_in(os.environ))
+        own = bool(os.environ.get(OWN)) and bool(keys.api_keys or admin_api_key)
         routes = Routes(self.control, os.environ[OUT], keys, ceiling_of(os.environ), own=own)
         add_routes(app, routes, guard)
 

@@ -21,7 +21,8 @@ def server_manifest(order: Order, facts: Facts) -> Manifest:
     manifest.target, manifest.draft = _checkpoint(facts.target), _checkpoint(facts.draft)
     manifest.target |= target_sample(Path(facts.target))
     manifest.dtype, manifest.device = facts.dtype, facts.device
-    manifest.draft |= {"architecture": facts.architecture, "dropped_keys": list(facts.dropped_keys)}
+    manifest.draft |= {"architecture": facts.architecture, "family": facts.family}
+    manifest.draft["dropped_keys"] = list(facts.dropped_keys)
     manifest.created = datetime.now(UTC).isoformat(timespec="seconds")
     manifest.argv, manifest.changes = list(order.argv), list(order.changes)
     # whatever was asked for, the facts of the server stand

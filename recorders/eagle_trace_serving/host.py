@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from eagle_trace.errors import UsageError
+from eagle_trace.families import EAGLE3
 from eagle_trace.recording.hosts import Host
 
 if TYPE_CHECKING:
@@ -179,6 +180,7 @@ class Facts:
         target, draft: folders of the checkpoints, or their names on a hub.
         device, dtype: what the draft computes on and in.
         architecture: the class of the draft.
+        family: the name of its family (`eagle_trace.families`).
         settings: ``algorithm``, ``steps``, ``topk``, ``draft_tokens``, ``prefix_cache``, and what else should be known.
         vocab_size, context_length: the target's.
         rank, ranks: this process among those that run the draft together.
@@ -206,6 +208,7 @@ class Facts:
     not_materialised: Sequence[Mapping[str, str]] = ()
     warnings: Sequence[str] = ()
     refused: str = ""
+    family: str = EAGLE3.name
 
 
 class DraftWorker(Protocol):

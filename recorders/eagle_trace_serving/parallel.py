@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from eagle_trace.capture import Shard
+from eagle_trace.recording.names import FUSED_ON_LOAD
 from eagle_trace.recording.tap import first, is_module
 
 
@@ -64,6 +65,11 @@ def parts_held(name: str, tensor: Any, owner: Any, attention: Any) -> Iterator[H
         half = tensor.shape[0] // 2
         yield Held(name.replace("gate_up_proj", "gate_proj"), tensor[:half], shard)
         yield Held(name.replace("gate_up_proj", "up_proj"), tensor[half:], shard)
+    elif ".fused_qkv_a_proj_with_mqa." in name:
+        # held whole by every rank
+        rank = attention.q_lora_rank
+        for part, rows in zip(FUSED_ON_LOAD["fused_qkv_a_proj_with_mqa"], (tensor[:rank], tensor[rank:]), strict=True):
+            yield Held(name.replace("fused_qkv_a_proj_with_mqa", part), rows, Shard(0, 1))
     elif hasattr(owner, "shard_indices"):
         # servers pad vocabularies to a multiple of 64; the padding is nobody's parameter. So the last ranks hold less
         rows = owner.shard_indices
@@ -72,6 +78,9 @@ def parts_held(name: str, tensor: Any, owner: Any, attention: Any) -> Iterator[H
     elif hasattr(owner, "reduce_results") and tensor.ndim == 2:
         # split along its inputs; its bias is not
         yield Held(name, tensor, Shard(*place(owner)), axis=1)
+    elif hasattr(owner, "gather_output"):
+        # split along its outputs, and its bias with them
+        yield Held(name, tensor, Shard(*place(owner)))
     else:
         yield Held(name, tensor, Shard(0, 1))
 
@@ -81,6 +90,14 @@ def halves(output: Any) -> tuple[Any, Any]:
     both = first(output)
     middle = both.shape[-1] // 2
     return both[..., :middle], both[..., middle:]
+
+
+def columns_held(linear: Any) -> Shard | None:
+    """Which part of its outputs this rank computes of a linear that may be split; None if it gives all of them."""
+    if not is_module(linear) or getattr(linear, "gather_output", True):
+        return None
+    shard = Shard(*place(linear))
+    return shard if shard.count > 1 else None
 
 
 def split_over_ranks(linear: Any) -> tuple[Shard | None, Shard | None]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from eagle_trace.capture import Shard
 from eagle_trace.recording.tap import Tap, after, before, find
 from eagle_trace_serving.parallel import halves, split_over_ranks
 
@@ -20,13 +21,19 @@ def layer_taps(n: int, path: str, model: Any) -> Iterator[Tap]:
     output and down projections unless a later kernel does so, logits are gathered before they leave the model, and all
     else is the same on every rank.
     """
-    at, attention, mlp = f"layer.{n}", f"{path}.self_attn", f"{path}.mlp"
+    at, attention = f"layer.{n}", f"{path}.self_attn"
     queries, keys = split_over_ranks(find(model, f"{attention}.qkv_proj"))
-    inner, _ = split_over_ranks(find(model, f"{mlp}.gate_up_proj"))
     # layers with equal settings share one rotary module
     rotary = f"{attention}.rotary_emb"
     yield after(rotary, f"{at}.attn.q_rope", lambda output: output[0], during=attention, shard=queries)
     yield after(rotary, f"{at}.attn.k_rope", lambda output: output[1], during=attention, shard=keys)
+    yield from taps_behind_attention(n, path, model, queries)
+
+
+def taps_behind_attention(n: int, path: str, model: Any, queries: Shard | None) -> Iterator[Tap]:
+    """The same from the attention's output on; `queries` says which part of the heads this rank computes."""
+    at, attention, mlp = f"layer.{n}", f"{path}.self_attn", f"{path}.mlp"
+    inner, _ = split_over_ranks(find(model, f"{mlp}.gate_up_proj"))
     yield before(f"{attention}.o_proj", f"{at}.attn.context", 0, "input_", shard=queries)
     yield after(f"{attention}.o_proj", f"{at}.attn.out")
     yield after(f"{path}.post_attention_layernorm", f"{at}.mlp.norm", lambda output: output[0])

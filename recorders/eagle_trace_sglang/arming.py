@@ -22,7 +22,7 @@ def arm() -> None:
         from sglang.srt.utils.auth import AuthLevel, auth_level
 
         # a server whose keys are not known (AttributeError) must not be taken for one that has none
-        keys = server_args.api_key, server_args.admin_api_key
+        keys = [server_args.api_key], server_args.admin_api_key
         # SGLang finds the level on the endpoint of a route of the app itself, and not below a router
         armed.add_routes(app, *keys, auth_level(AuthLevel.ADMIN_OPTIONAL))
 

@@ -16,6 +16,8 @@ from sglang_cpu_eagle import cpu_environment
 
 TENSOR_PARALLEL = ("--tp", "--tp-size", "--tensor-parallel-size")
 DATA_PARALLEL = ("--dp", "--dp-size", "--data-parallel-size", "--attn-dp-size")
+#: kinds of models whose latent attention SGLang rotates by a table of its own on a CPU
+LATENT_KINDS = ("deepseek_v2", "deepseek_v3", "kimi_k2")
 ONE_REPLICA = (
     "with data parallelism each replica answers other requests, and only one would be recorded: "
     "record without --dp-size, --attn-dp-size and --enable-dp-attention"
@@ -100,6 +102,8 @@ def launch(options: ServerOptions, address: Address, environment: Mapping[str, s
     )
     on_cpu = options.device == "cpu"
     if on_cpu:
+        for folder in (options.target, options.draft):
+            check_cpu_rotation(folder, text_config(read_config(folder)))
         environment = cpu_environment(environment, ranks=tensor_parallel_size(options.host_args))
     return Launch(
         module="eagle_trace_sglang.launch",
@@ -109,6 +113,29 @@ def launch(options: ServerOptions, address: Address, environment: Mapping[str, s
         settings={"sglang_args": without_secrets(options.host_args), "seed": 0},
         room=options.cache_tokens if on_cpu else None,
     )
+
+
+def check_cpu_rotation(folder: Path, config: Mapping[str, Any]) -> None:
+    """Refuse latent attention (MLA) that SGLang cannot rotate on a CPU, where it would end with a traceback.
+
+    Raises:
+        CheckpointError: the model in `folder` has no scaling of its rotary embedding, or rotates halves of its heads.
+    """
+    if config.get("kv_lora_rank") is None or config.get("model_type") not in LATENT_KINDS:
+        return
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    lacks = (
+        "names no scaling of its rotary embedding (rope_scaling)"
+        if rope.get("rope_type", rope.get("type", "default")) == "default"
+        else "has rope_interleave false"
+        if config.get("rope_interleave") is False
+        else ""
+    )
+    if lacks:
+        raise CheckpointError(
+            f"SGLang cannot compute {folder} on a CPU: its config {lacks}, and for latent attention SGLang has "
+            "DeepSeek's interleaved yarn alone there; record on a GPU"
+        )
 
 
 def server_arguments(

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from eagle_trace.errors import HostError
+from eagle_trace.families import EAGLE3, EAGLE3_MLA, Family
 
 
 def draft_layers(model: Any) -> list[tuple[str, Any]]:
     """The decoder layers of a draft and where they are: `model.layers.N`, or `model.midlayer` in older classes.
 
     Raises:
-        HostError: the model has neither, or lacks what a call is told by, or has latent attention, whose parts have
-            no sites: nothing of it can be recorded.
+        HostError: the model has neither, or lacks what a call is told by: nothing of it can be recorded.
     """
     inner = getattr(model, "model", None)
     one = getattr(inner, "midlayer", None)
@@ -23,9 +23,10 @@ def draft_layers(model: Any) -> list[tuple[str, Any]]:
             f"SGLang's draft class {type(model).__name__} cannot be recorded: it needs a `logits_processor`, and a "
             "`model` with `layers` (or `midlayer`); serve the draft as LlamaForCausalLMEagle3"
         )
-    if hasattr(getattr(found[0][1], "self_attn", None), "kv_lora_rank"):
-        raise HostError(
-            f"SGLang's draft class {type(model).__name__} cannot be recorded: its multi-head latent attention has no "
-            "sites here, which are those of a llama layer (LlamaForCausalLMEagle3)"
-        )
     return found
+
+
+def family_of(model: Any) -> Family:
+    """Which sites a loaded draft has: by what its attention is made of."""
+    attention = getattr(draft_layers(model)[0][1], "self_attn", None)
+    return EAGLE3_MLA if hasattr(attention, "kv_lora_rank") else EAGLE3

@@ -13,6 +13,9 @@ from eagle_trace.recording.names import canonical_name
 from eagle_trace.recording.params import parameter_row
 from eagle_trace_serving.parallel import parts_held
 
+#: fused parameters whose parts are as wide as their attention says
+_SIZED_BY_ATTENTION = (".qkv_proj.", ".fused_qkv_a_proj_with_mqa.")
+
 
 def used_name(name: str) -> str | None:
     """The trained parameter that one of the model's is used as, both by canonical name; None if it is never used.
@@ -26,7 +29,7 @@ def used_name(name: str) -> str | None:
 
 
 def loaded_params(model: Any, hot_token_id: Any, stored: Set[str]) -> Iterator[dict[str, Any]]:
-    """Rows of params.parquet for a loaded `LlamaForCausalLMEagle3`: what this tensor-parallel rank holds of each.
+    """Rows of params.parquet for a loaded draft: what this tensor-parallel rank holds of each.
 
     Args:
         model: the draft model.
@@ -35,9 +38,8 @@ def loaded_params(model: Any, hot_token_id: Any, stored: Set[str]) -> Iterator[d
     """
     for host_name, parameter in model.named_parameters():
         owner = model.get_submodule(host_name.rpartition(".")[0])
-        attention = None
-        if ".qkv_proj." in host_name:
-            attention = model.get_submodule(host_name.partition(".qkv_proj.")[0])
+        fused = next((one for one in _SIZED_BY_ATTENTION if one in host_name), None)
+        attention = model.get_submodule(host_name.partition(fused)[0]) if fused else None
         for held in parts_held(host_name, parameter, owner, attention):
             canonical = canonical_name(held.name)
             if (trained := used_name(canonical)) is None:

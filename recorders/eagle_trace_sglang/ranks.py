@@ -15,7 +15,8 @@ from eagle_trace_sglang.layers import draft_layers
 def draft_place(model: Any) -> tuple[int, int]:
     """Rank of this process among those that run the draft together, and how many they are."""
     attention = getattr(draft_layers(model)[0][1], "self_attn", None)
-    linear = getattr(attention, "qkv_proj", None)
+    # latent attention splits its heads at `q_b_proj`
+    linear = getattr(attention, "qkv_proj", None) or getattr(attention, "q_b_proj", None)
     return (0, 1) if linear is None else place(linear)
 
 

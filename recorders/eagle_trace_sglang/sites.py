@@ -1,4 +1,5 @@
-"""Where the sites of the draft forward are found in SGLang's `LlamaForCausalLMEagle3`.
+"""Where the sites of the draft forward are found in SGLang's `LlamaForCausalLMEagle3` and
+`Eagle3DeepseekV2ForCausalLM`.
 
 What is received is the host's own tensor, to be copied at once: SGLang's fused kernels write in place (norms overwrite
 both their inputs, rotation overwrites q and k).
@@ -10,12 +11,13 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from eagle_trace.capture import Shard
+from eagle_trace.families import EAGLE3_MLA
 from eagle_trace.manifest import Manifest
 from eagle_trace.recording.hooks import Hooks
 from eagle_trace.recording.tap import Receive, Tap, after, before, find, first, hang, is_module
-from eagle_trace_serving.parallel import place, split_over_ranks
-from eagle_trace_serving.taps import layer_taps
-from eagle_trace_sglang.layers import draft_layers
+from eagle_trace_serving.parallel import columns_held, place, split_over_ranks
+from eagle_trace_serving.taps import layer_taps, taps_behind_attention
+from eagle_trace_sglang.layers import draft_layers, family_of
 
 
 def taps(model: Any) -> list[Tap]:
@@ -28,7 +30,7 @@ def taps(model: Any) -> list[Tap]:
     last = len(layers) - 1
     return [
         before("model.fc", "fc.in"),
-        after("model.fc", "fc.out"),
+        after("model.fc", "fc.out", shard=columns_held(find(model, "model.fc"))),
         after("model.embed_tokens", "embed"),
         before(layers[0][0], "hidden", 2, "hidden_states"),
         *(tap for n, (path, _) in enumerate(layers) for tap in _layer(n, path, model)),
@@ -50,6 +52,9 @@ def _layer(n: int, path: str, model: Any) -> Iterator[Tap]:
         yield after(f"{path}.hidden_norm", f"{at}.hidden_norm", lambda output: output[0])
         yield after(f"{path}.hidden_norm", f"layer.{n - 1}.out", lambda output: output[1])
 
+    if family_of(model) is EAGLE3_MLA:
+        yield from _latent_attention(n, path, model)
+        return
     queries, keys = split_over_ranks(find(model, f"{attention}.qkv_proj"))
     # without the sizes, a fused projection cannot be told apart into its parts
     sizes = [f"{attention}.q_size", f"{attention}.kv_size"]
@@ -61,7 +66,34 @@ def _layer(n: int, path: str, model: Any) -> Iterator[Tap]:
     yield from layer_taps(n, path, model)
 
 
-def _columns(start: int, end: int) -> Callable[[Any], Any]:
+def _latent_attention(n: int, path: str, model: Any) -> Iterator[Tap]:
+    """Multi-head latent attention: what both ways to compute it go through.
+
+    In a prefill without a prefix keys and values of all heads are made of the latent, by `kv_b_proj`; elsewhere halves
+    of that matrix are multiplied into queries and sums (absorbed), and the module is never called.
+    """
+    at, attention = f"layer.{n}.attn", f"{path}.self_attn"
+    queries = columns_held(find(model, f"{attention}.q_b_proj"))
+    # without the rank, the fused projection cannot be told apart into its parts
+    rank = find(model, f"{attention}.q_lora_rank")
+    fused = f"{attention}.q_lora_rank" if rank is None else f"{attention}.fused_qkv_a_proj_with_mqa"
+    yield after(fused, f"{at}.q_a", _columns(0, rank))
+    yield after(fused, f"{at}.kv_a", _columns(rank, None))
+    yield after(f"{attention}.q_a_layernorm", f"{at}.q_a_norm")
+    yield after(f"{attention}.kv_a_layernorm", f"{at}.kv_a_norm")
+    yield after(f"{attention}.q_b_proj", f"{at}.q", shard=queries)
+    rotary = f"{attention}.rotary_emb"
+    for index, (site, shard) in enumerate((("q_rope", queries), ("k_rope", None))):
+        # [T, heads, size], of the key one head
+        yield after(rotary, f"{at}.{site}", _heads(index), during=attention, shard=shard)
+    yield from taps_behind_attention(n, path, model, queries)
+
+
+def _heads(index: int) -> Callable[[Any], Any]:
+    return lambda output: output[index].flatten(1)
+
+
+def _columns(start: int | None, end: int | None) -> Callable[[Any], Any]:
     return lambda output: first(output)[..., start:end]
 
 

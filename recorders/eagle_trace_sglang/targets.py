@@ -20,8 +20,6 @@ from eagle_trace_sglang.releases import installed
 
 #: what SGLang's draft worker asks of a target's class, and what for
 CAPTURE, EMBEDDING = "set_eagle3_layers_to_capture", "get_embed_and_head"
-#: draft classes of SGLang's that compute what no site stands for
-UNRECORDED = {"Eagle3DeepseekV2ForCausalLM": "multi-head latent attention"}
 #: inheritance deeper than any in SGLang: a circle of names ends here
 DEEPEST = 16
 
@@ -112,7 +110,7 @@ def check_classes(target: Mapping[str, Any], draft: Mapping[str, Any], extra: Se
         extra: the user's own arguments for SGLang.
 
     Raises:
-        CheckpointError: SGLang has no class of the draft's name, or one that cannot be recorded.
+        CheckpointError: SGLang has no class of the draft's name.
         HostError: the target's class lacks what SGLang's draft worker asks for; the message says so.
     """
     if os.environ.get("SGLANG_EXTERNAL_MODEL_PACKAGE") or any(w.startswith("--speculative-algo") for w in extra):
@@ -120,11 +118,6 @@ def check_classes(target: Mapping[str, Any], draft: Mapping[str, Any], extra: Se
     release, folder = installed()
     sources = Sources(folder / "models")
     own = next(iter(draft.get("architectures") or ()), None)
-    if own in UNRECORDED:
-        raise CheckpointError(
-            f"a draft of SGLang's class {own} cannot be recorded: its {UNRECORDED[own]} has no sites here, which are "
-            "those of a llama layer (LlamaForCausalLMEagle3)"
-        )
     if isinstance(own, str) and sources.methods(own) is None:
         raise CheckpointError(
             f"SGLang {release} has no class {own}, which the draft's config names: a draft of a llama layer is its "

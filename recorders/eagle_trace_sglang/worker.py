@@ -7,10 +7,11 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from eagle_trace.families import EAGLE3_MLA
 from eagle_trace.manifest import Manifest
 from eagle_trace.recording.arrays import to_array
 from eagle_trace.recording.hooks import Hooks
-from eagle_trace.recording.names import FUSED, canonical_name, fills
+from eagle_trace.recording.names import FUSED, FUSED_ON_LOAD, MAPS, canonical_name, fills, latent_filled
 from eagle_trace.writer import TraceWriter
 from eagle_trace_serving.host import Facts
 from eagle_trace_serving.orders import Order
@@ -21,7 +22,7 @@ from eagle_trace_sglang.batches import batch_of, parents_of
 from eagle_trace_sglang.captured import target_facts
 from eagle_trace_sglang.deployment import ONE_REPLICA
 from eagle_trace_sglang.graphs import has_graphs, hook_graph_boundaries, run_eagerly
-from eagle_trace_sglang.layers import draft_layers
+from eagle_trace_sglang.layers import draft_layers, family_of
 from eagle_trace_sglang.params import loaded_params
 from eagle_trace_sglang.ranks import draft_place, replicas
 from eagle_trace_sglang.releases import check_release
@@ -78,12 +79,12 @@ class SGLangDraft:
             not_materialised=list(self._never_computed()),
             warnings=[*warnings, *check_release(str(worker.device))],
             refused="" if count == 1 else ONE_REPLICA,
+            family=family_of(self._model).name,
         )
 
     def params(self) -> Iterator[dict[str, Any]]:
         """Rows of params.parquet: what this rank holds of each parameter of the draft."""
-        filled = {parameter for name in self._stored().values() for parameter in fills(name)}
-        return loaded_params(self._model, self._worker.hot_token_id, filled)
+        return loaded_params(self._model, self._worker.hot_token_id, set().union(*self._filled().values()))
 
     def recording(self, order: Order, writer: TraceWriter) -> Recording:
         """A recording of this draft."""
@@ -117,13 +118,20 @@ class SGLangDraft:
     def _stored(self) -> dict[str, str]:
         return checkpoint_names(Path(self._worker.draft_runner.model_config.model_path))
 
+    def _filled(self) -> dict[str, tuple[str, ...]]:
+        """By stored name, the trained names of the parameters it is loaded into, should the model have them."""
+        names = self._stored().values()
+        if family_of(self._model) is EAGLE3_MLA:
+            return latent_filled(names)
+        return {name: fills(name) for name in names}
+
     def _dropped(self) -> list[str]:
         """Tensors of the checkpoint that no parameter of the loaded model comes from."""
-        stored = self._stored()
         known = {canonical_name(name) for name, _ in self._model.named_parameters()}
-        for whole, parts in FUSED.items():
-            known |= {name.replace(whole, part) for name in known if whole in name for part in parts}
-        return sorted(stored[name] for name in set(stored) - (known | {"d2t", "t2d"}))
+        for whole, parts in (FUSED | FUSED_ON_LOAD).items():
+            known |= {name.replace(whole, part) for name in known if f".{whole}." in name for part in parts}
+        known |= {*MAPS}
+        return sorted(name for name, into in self._filled().items() if not known.intersection(into))
 
     def _never_computed(self) -> Iterator[dict[str, str]]:
         """Sites of which this server computes nothing, or not for all rows."""

@@ -26,9 +26,9 @@ class SpecForge:
             config = read_config(draft)
         except CheckpointError:
             return draft.is_dir() and any(draft.glob("training_state*.pt"))
-        return "speculators_model_type" not in config and (
-            "eagle_config" in config or "Eagle" in str(config.get("architectures"))
-        )
+        if "speculators_model_type" in config or config.get("kv_lora_rank") is not None:
+            return False  # SpecForge has no class with latent attention
+        return "eagle_config" in config or "Eagle" in str(config.get("architectures"))
 
     def record(self, **options: Any) -> Place:
         """Feed the draft and leave a sealed trace; see `eagle_trace_specforge.record.record`."""

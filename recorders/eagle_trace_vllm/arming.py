@@ -58,8 +58,9 @@ def _serve(app: Any, armed: attached.Armed) -> None:
 
         engine.shutdown = ending
         given = app.state.args.api_key or [os.environ.get("VLLM_API_KEY")]
-        keys = [key for key in ([given] if isinstance(given, str) else given) if key]
-        armed.add_routes(app, keys[0] if keys else None, None, lambda endpoint: endpoint)
+        # any of several does
+        keys = [given] if isinstance(given, str) else given
+        armed.add_routes(app, keys, None, lambda endpoint: endpoint)
         armed.ready()
     except Exception as error:  # noqa: BLE001 (the server must serve all the same)
         _say(error)

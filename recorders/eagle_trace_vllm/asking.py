@@ -73,3 +73,7 @@ def _answer(choice: dict[str, Any]) -> Answer:
 
 def _sampling(request: Request) -> dict[str, Any]:
     return {"temperature": request.temperature, "max_tokens": request.max_new_tokens, "return_token_ids": True}
+
+
+def abort(_rid: str) -> None:
+    """Nothing to ask: vLLM gives a request up when its connection ends."""

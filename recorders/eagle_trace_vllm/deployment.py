@@ -18,6 +18,7 @@ from eagle_trace_vllm.releases import check_release
 SPECULATION = ("--speculative-config", "--speculative_config", "-sc")
 TENSOR_PARALLEL = ("--tensor-parallel-size", "--tensor_parallel_size", "-tp")
 PREFIX_CACHE = ("--enable-prefix-caching", "--enable_prefix_caching")
+API_KEY = ("--api-key", "--api_key")
 #: by these one recording would not hold all requests
 REPLICAS = ("--data-parallel-size", "-dp", "--api-server-count", "-asc")
 ONE_REPLICA = (
@@ -50,6 +51,10 @@ def check(options: ServerOptions) -> None:
         )
     if any(number(options.host_args, [name]) > 1 for name in REPLICAS):
         raise UsageError(ONE_REPLICA)
+    if any(word.split("=", 1)[0] in API_KEY for word in options.host_args):
+        raise UsageError(
+            "the server that record starts is for record alone, and has a key of its own: leave out --api-key"
+        )
     speculation(options)
     check_pair(options.target, options.draft)
 

@@ -66,6 +66,7 @@ class VLLMDraft:
                 "prefix_cache": bool(config.cache_config.enable_prefix_caching),
                 "runner": generation(runner),
                 "chunk": int(config.scheduler_config.max_num_batched_tokens),
+                "context_length": int(config.model_config.max_model_len),
             },
             vocab_size=int(config.model_config.get_vocab_size()),
             context_length=int(config.model_config.max_model_len),

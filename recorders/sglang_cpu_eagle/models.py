@@ -88,7 +88,32 @@ def _llama4(module: Any) -> None:
     module._is_npu = True
 
 
+def _latent_draft(module: Any) -> None:
+    """A draft with latent attention waits for the GPU when it is given the target's embedding, whatever its device."""
+    draft = module.Eagle3DeepseekV2ForCausalLM
+    for name in ("set_embed", "set_embed_and_head"):
+        method = getattr(draft, name)
+        if not getattr(method, "waits_for_nothing", False):
+            setattr(draft, name, without_waiting(method))
+
+
+def without_waiting(method: Callable[..., Any]) -> Callable[..., Any]:
+    """`method`, during which `torch.cuda.synchronize` does nothing: without a CUDA device it raises."""
+
+    def called(*args: Any) -> Any:
+        wait = torch.cuda.synchronize
+        torch.cuda.synchronize = lambda *_: None
+        try:
+            return method(*args)
+        finally:
+            torch.cuda.synchronize = wait
+
+    called.waits_for_nothing = True  # type: ignore[attr-defined]
+    return called
+
+
 _MENDED: dict[str, Callable[[Any], None]] = {
+    "sglang.srt.models.kimi_k25_eagle3": _latent_draft,
     "sglang.srt.models.llama4": _llama4,
     "sglang.srt.models.minimax_m2": _minimax_m2,
     "sglang.srt.layers.moe.fused_moe_native": _experts,

@@ -8,7 +8,7 @@ import os
 import secrets
 import subprocess
 import sys
-import time
+import threading
 import urllib.error
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -25,7 +25,7 @@ from eagle_trace.manifest import OPEN_SEAL
 from eagle_trace.selection import Selection
 from eagle_trace_analysis import diff
 from eagle_trace_serving.record import attach
-from tests.support.attached import Attached, server
+from tests.support.attached import Attached, server, wait_for
 from tests.support.pairs import TARGET
 from tests.support.warm.start import Warm
 
@@ -41,6 +41,8 @@ TEXTS = [
     "An exception that is raised in the body of a function leaves it at once, and the caller sees ",
     "The name of a class is ",
 ]
+#: tokens of an answer that is not waited for: nearly all that the model has room for
+LONG = 900
 
 
 @pytest.fixture(scope="module")
@@ -92,31 +94,44 @@ def assert_healthy(train: Train, serve: Trace) -> None:
 
 
 def ask_many(running: Attached, name: str, tokens: list[int], **sampling: Any) -> list[Any]:
-    """Ask at once, each for another number of tokens, so that requests join and leave a running batch."""
+    """Ask half of it at once and half when the first answer has begun, each for another number of tokens.
+
+    So requests join and leave a running batch, however fast the machine is.
+    """
+
+    first = threading.Event()
 
     def ask(number: int) -> Any:
-        time.sleep(0.05 * number)
         text = TEXTS[number % len(TEXTS)] * (1 + number % 3)
-        return running.generate(text, f"{name}-{number}", tokens[number], **sampling)
+        if number % 2:  # joins while others are answered
+            assert first.wait(300)
+        begun = first.set if number == 0 else None
+        return running.generate(text, f"{name}-{number}", tokens[number], begun=begun, **sampling)
 
     with ThreadPoolExecutor(len(tokens)) as pool:
         return list(pool.map(ask, range(len(tokens))))
 
 
 def test_it_records_the_next_requests_by_itself_then_seals(chain: Attached, train: Train) -> None:
-    assert chain.status["state"] == "recording"
+    status = chain.status
+    assert status["state"] == "recording"
     while_recording = [chain.generate(TEXTS[0])["text"], chain.generate(TEXTS[1])["text"]]
     chain.wait_until("ready")
     assert [chain.generate(text)["text"] for text in TEXTS[:2]] == while_recording
-    (path,) = chain.traces
-    trace = open_trace(path)
+    trace = open_trace(status["out"])
+    assert chain.traces == [Path(trace.path)]
     assert len(trace.prompts) == 2
     assert trace.manifest.stopped is None
     assert_healthy(train, trace)
 
 
-def test_keys_open_what_they_open_elsewhere_in_the_server(chain: Attached, tmp_path: Path) -> None:
-    (mine,) = chain.traces
+def test_keys_open_what_they_open_elsewhere_in_the_server(idle: Attached, tmp_path: Path) -> None:
+    chain = idle
+    chain.post("/eagle_trace/start", {"requests": 1})
+    chain.generate(TEXTS[5])
+    chain.wait_until("ready")
+    before = chain.traces
+    mine = before[0]
     for key in ("", "Bearer user", "Bearer wrong"):
         for method, path in (("GET", ""), ("GET", f"/traces/{mine.name}"), ("DELETE", f"/traces/{mine.name}")):
             assert status_of(lambda: chain.ask(method, f"/eagle_trace{path}", Authorization=key)) == 401  # noqa: B023
@@ -128,7 +143,7 @@ def test_keys_open_what_they_open_elsewhere_in_the_server(chain: Attached, tmp_p
     with pytest.raises(HostError, match="wants its API key for /generate: --api-key"):
         attach(url=chain.url, api_key="admin", prompts=prompts, out=tmp_path / "s.trace")
     assert chain.status["state"] == "ready"
-    assert chain.traces == [mine], "what nobody was recorded in is not kept"
+    assert chain.traces == before, "what nobody was recorded in is not kept"
     assert b"Traceback" not in chain.log.read_bytes()
 
 
@@ -165,13 +180,13 @@ def test_prompts_are_sent_and_the_trace_fetched(idle: Attached, train: Train, tm
 
 
 def test_requests_join_and_leave_and_others_are_left_alone(idle: Attached, train: Train) -> None:
-    idle.post("/eagle_trace/start", {"requests": 8, "match": "mixed-*"})
+    out = idle.post("/eagle_trace/start", {"requests": 8, "match": "mixed-*"})["out"]
     with ThreadPoolExecutor(2) as pool:
         other = pool.submit(ask_many, idle, "other", [20, 9, 14, 5])
         mixed = pool.submit(ask_many, idle, "mixed", [30, 3, 17, 8, 25, 1, 12, 21])
         recorded, _ = mixed.result(), other.result()
     idle.wait_until("ready")
-    trace = open_trace(idle.traces[-1])
+    trace = open_trace(out)
     assert {rid.split("-")[0] for rid in trace.prompts.request_id} == {"mixed"}
     assert trace.calls.batch_size.max() > 2
     again = ask_many(idle, "again", [30, 3, 17, 8, 25, 1, 12, 21])
@@ -188,31 +203,52 @@ def test_sampled_answers_agree_too(idle: Attached, train: Train, tmp_path: Path)
 
 
 def test_an_aborted_request_is_kept_up_to_there(idle: Attached, train: Train) -> None:
-    idle.post("/eagle_trace/start", {"requests": 2, "match": "abort-*"})
-    with ThreadPoolExecutor(2) as pool:
-        long = pool.submit(idle.generate, TEXTS[0], "abort-long", 400, ignore_eos=True)
-        short = pool.submit(idle.generate, TEXTS[1], "abort-short", 10)
-        short.result()
-        idle.post("/abort_request", {"rid": "abort-long"})
+    out = idle.post("/eagle_trace/start", {"requests": 2, "match": "abort-*"})["out"]
+    idle.generate(TEXTS[1], "abort-short", 10)
+    begun = threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        long = pool.submit(idle.generate, TEXTS[0], "abort-long", LONG, ignore_eos=True, begun=begun.set)
+        assert begun.wait(300)
+        with idle.paused():
+            assert idle.status["ended"] == 1, "it is being answered"
+            idle.post("/abort_request", {"rid": "abort-long"})
         long.result()
     idle.wait_until("ready")
-    trace = open_trace(idle.traces[-1])
+    trace = open_trace(out)
     reasons = dict(zip(trace.prompts.request_id, trace.prompts.finish_reason, strict=True))
     assert reasons["abort-long"] == "abort"
     assert any("aborted" in warning for warning in trace.manifest.warnings)
     assert_healthy(train, trace)
 
 
-def test_a_request_that_does_not_end_is_given_up_and_the_others_kept(idle: Attached, tmp_path: Path) -> None:
-    idle.post("/eagle_trace/start", {"requests": 2, "match": "slow-*", "seconds": 1.0})
+def test_a_request_that_does_not_end_is_given_up_and_the_others_kept(idle: Attached, train: Train) -> None:
+    # the limit must not pass before both are recorded, which takes a slow machine longer
+    path = next(found for seconds in (1.0, 5.0, 25.0, 125.0) if (found := given_up(idle, seconds)))
+    trace = open_trace(path)
+    assert trace.prompts.request_id.tolist() == ["slow-short", "slow-long"]
+    assert trace.prompts.finish_reason.isna().tolist() == [False, True]
+    assert_healthy(train, trace)
+
+
+def given_up(running: Attached, seconds: float) -> str | None:
+    """The trace of a request that was answered, and of one that was held until a time limit had passed.
+
+    None if the limit passed before there were two, or the answer was whole before it was held.
+    """
+    out = str(running.post("/eagle_trace/start", {"requests": 2, "match": "slow-*", "seconds": seconds})["out"])
+    running.generate(TEXTS[1], "slow-short", 10, ignore_eos=True)
+    begun = threading.Event()
     with ThreadPoolExecutor(1) as pool:
-        long = pool.submit(idle.generate, TEXTS[0], "slow-0", 900, ignore_eos=True)
-        idle.wait_until("ready")
-        idle.post("/abort_request", {"rid": "slow-0"})
+        long = pool.submit(running.generate, TEXTS[0], "slow-long", LONG, ignore_eos=True, begun=begun.set)
+        assert begun.wait(300)
+        with running.paused():
+            status = running.status
+            held = (status["state"], status.get("requests"), status.get("ended")) == ("recording", 2, 1)
+            running.wait_until("ready")
+            assert not held or running.status["last"]["stopped"] == f"time limit ({seconds:g} s)"
+            running.post("/abort_request", {"rid": "slow-long"})
         long.result()
-    trace = open_trace(idle.traces[-1])
-    assert trace.manifest.stopped == "time limit (1 s)"
-    assert len(trace.rows) > 10
+    return out if held else None
 
 
 def test_the_selection_keeps_what_was_chosen_and_every_shape(idle: Attached, tmp_path: Path) -> None:
@@ -287,7 +323,7 @@ def test_a_tree_in_bf16_with_requests_that_join_and_leave(tree: Attached, train:
     tree.ask("POST", "/eagle_trace/finish", {}, **{"X-Eagle-Trace-Token": started["token"]})
     tree.wait_until("ready")
     assert [one["text"] for one in recorded] == [one["text"] for one in before]
-    trace = open_trace(tree.traces[-1])
+    trace = open_trace(started["out"])
     rows = trace.rows
     paths = {(r, s, p) for r, s, p in zip(rows.root.tolist(), rows.step.tolist(), rows.paths(), strict=True)}
     assert len({path for _, step, path in paths if step == 2}) > 8, "each row knows its own path"
@@ -296,23 +332,30 @@ def test_a_tree_in_bf16_with_requests_that_join_and_leave(tree: Attached, train:
 
 
 def test_a_killed_scheduler_leaves_a_partial_trace_and_a_clear_word(tree: Attached, tmp_path: Path) -> None:
-    prompts = write_prompts(tmp_path / "p.jsonl", *({"prompt": text * 3} for text in TEXTS))
+    # far more than any machine answers before the first rows reach the disk, which they do every few seconds
+    prompts = write_prompts(tmp_path / "p.jsonl", *({"prompt": text * 3} for text in TEXTS * 50))
+    before = set(tree.traces)
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(
             attach, **tree.reach, prompts=prompts, out=tmp_path / "s.trace", max_new_tokens=600, batch_size=6
         )
-        deadline = time.monotonic() + 60
-        # rows reach the disk every few seconds
-        while not (len(tree.traces) > 1 and list(tree.traces[-1].glob("rows.parquet/*"))):
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
+        wait_for(lambda: set(tree.traces) - before or asked.done(), lambda: "no recording began")
+        (path,) = set(tree.traces) - before
+
+        def written() -> Any:
+            """The open manifest, once it says that there are whole files."""
+            seals = [json.loads(file.read_bytes()) for file in path.glob(OPEN_SEAL)]
+            return seals[0] if seals and seals[0]["files"] else None
+
+        wait_for(lambda: written() or asked.done(), lambda: "nothing was written")
         # who is recording is told by the open manifest: the scheduler's process
-        manifest = json.loads((tree.traces[-1] / OPEN_SEAL).read_bytes())
+        manifest = written()
         psutil.Process(int(manifest["recorder"].rsplit(":", 1)[1])).kill()
         with pytest.raises((HostError, RecordingError)):
-            asked.result(120)
-    partial = open_trace(tree.traces[-1], allow_partial=True)
+            asked.result(300)
+    partial = open_trace(path, allow_partial=True)
     assert not partial.sealed
+    assert len(partial.rows) > 0
 
 
 ENGINE = """

@@ -94,7 +94,7 @@ def test_hovering_shows_both_sides_figures(reports: dict[str, Path], chromium: A
             point = page.page.locator(f"#{plot} .scatterlayer .points path").nth(4).bounding_box()
             page.page.mouse.move(point["x"] + point["width"] / 2, point["y"] + point["height"] / 2)
         label = page.page.locator(f"#{plot} .hoverlayer .hovertext").first
-        label.wait_for(timeout=5000)
+        label.wait_for(timeout=60_000)
         assert words in (label.text_content() or "")
     assert page.problems == []
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -82,9 +81,7 @@ def test_a_faulty_deployment_ends_with_its_cause_and_fix_and_is_used_again(
     assert len(last) <= 12
     assert "fused" in (tmp_path / "report.html").read_text()
     before = [open_trace(tmp_path / "kept" / name).manifest.created for name in ("serve.trace", "train.trace")]
-    started = time.monotonic()
     again = compare(*words)
-    assert time.monotonic() - started < 20
     assert ending_of(again.stdout) == last
     assert again.stderr.count("was recorded before from the same inputs") == 2
     after = [open_trace(tmp_path / "kept" / name).manifest.created for name in ("serve.trace", "train.trace")]

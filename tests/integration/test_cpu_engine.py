@@ -9,8 +9,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,7 +21,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from sglang_cpu_eagle import cpu_environment
+from tests.support.own_process import run_module
 from tests.support.tiny_models import write_tiny_draft, write_tiny_target
+from tests.support.warm.start import Warm
 
 pytestmark = pytest.mark.integration
 
@@ -42,24 +42,9 @@ SHAPES: dict[str, dict[str, int]] = {
     "tree": {"speculative_num_steps": 3, "speculative_eagle_topk": 4, "speculative_num_draft_tokens": 8},
 }
 #: Batches of another size round differently, so a choice between two words this close, in logits, is free. In
-#: bfloat16
-#: one logit of the tiny target is off by up to 0.08.
+#: bfloat16 one logit of the tiny target is off by up to 0.08.
 NEAR_TIE = {"float32": 1e-3, "bfloat16": 0.15}
 
-#: One engine: the options and requests of a job go in, the answers come out. Given with -c, so that the
-# processes SGLang  spawns find no main module to run again.
-ENGINE = """
-import json, pathlib, sys
-import sglang
-
-job = json.loads(pathlib.Path(sys.argv[1]).read_text())
-engine = sglang.Engine(**job["options"])
-try:
-    answers = [engine.generate(**request) for request in job["requests"]]
-finally:
-    engine.shutdown()
-pathlib.Path(job["answers"]).write_text(json.dumps(answers))
-"""
 OPTIONS = {
     "device": "cpu",
     "attention_backend": "intel_amx",
@@ -105,16 +90,7 @@ def _run(folder: Path, options: dict[str, Any], requests: list[dict[str, Any]]) 
     environment["SGLANG_PLUGINS"] = "eagle_trace_cpu_test"
     # Threads only wait for one another on matrices this small.
     environment["OMP_NUM_THREADS"] = "1"
-    done = subprocess.run(
-        [sys.executable, "-c", ENGINE, str(folder / "job.json")],
-        env=environment,
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-8000:]
+    run_module("tests.support.engine_run", folder / "job.json", environment=environment)
     answers: Answers = json.loads((folder / "answers.json").read_text())
     return answers
 
@@ -133,7 +109,7 @@ def prompts() -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def engines(models: Path, prompts: list[list[int]], tmp_path_factory: pytest.TempPathFactory) -> Engines:
+def engines(models: Path, prompts: list[list[int]], tmp_path_factory: pytest.TempPathFactory, warm: Warm) -> Engines:
     """Answers of the engine of a shape and dtype; each of the six is started once, when first asked for."""
     answers: dict[tuple[str, str], Answers] = {}
 
@@ -144,7 +120,8 @@ def engines(models: Path, prompts: list[list[int]], tmp_path_factory: pytest.Tem
                 draft = str(models / "draft")
                 options |= {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": draft}
             folder = tmp_path_factory.mktemp(f"{shape}-{dtype}")
-            answers[shape, dtype] = _run(folder, options, _requests(prompts))
+            with warm():
+                answers[shape, dtype] = _run(folder, options, _requests(prompts))
         return answers[shape, dtype]
 
     return ask

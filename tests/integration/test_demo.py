@@ -11,7 +11,7 @@ from tests.support.verdicts import expect
 from tests.support.warm.start import Warm
 
 pytest.importorskip("speculators")
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(1800)]
 
 
 def test_the_story_is_told_on_its_own_family(tmp_path: Path, warm: Warm) -> None:

@@ -1,7 +1,6 @@
 """Our tables of what the engine loads, held against the installed SGLang's own class and target classes.
 
-The class is built on torch's meta device in a process of its own (SGLang keeps its state for the life of a
-process);
+The class is built on torch's meta device in a process of its own (SGLang keeps its state for the life of a process);
 no engine is started and no weight is made.
 """
 
@@ -9,69 +8,20 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from eagle_trace_analysis.engines.sglang import engine
-from sglang_cpu_eagle import cpu_environment
+from eagle_trace_analysis.engines.sglang import latent as tables
 from tests.support import checkpoints as make
+from tests.support import latent
+from tests.support.own_process import run_module
+from tests.support.warm.start import Warm
 
 pytest.importorskip("sglang")
 pytestmark = pytest.mark.integration
-
-PROBE = """
-import json, pathlib, sys, types
-import torch
-from transformers import LlamaConfig
-
-job = json.loads(pathlib.Path(sys.argv[1]).read_text())
-import sglang.srt.models.llama_eagle3 as eagle3
-from sglang.srt.runtime_context import SpawnRanks, publish
-from sglang.srt.server_args import prepare_server_args
-from sglang.srt.distributed import init_distributed_environment, initialize_model_parallel
-
-eagle3.get_spec = lambda: types.SimpleNamespace(speculative_draft_window_size=None)
-server_args = prepare_server_args(["--model-path", job["model"], "--device", "cpu", "--skip-tokenizer-init"])
-publish(server_args, role="scheduler", ranks=SpawnRanks(world_rank=0, gpu_id=0, dp_rank=None))
-init_distributed_environment(
-    backend="gloo", world_size=1, rank=0, local_rank=0, distributed_init_method=f"file://{job['store']}"
-)
-initialize_model_parallel()
-answers = []
-for case in job["cases"]:
-    config = LlamaConfig(**case["config"])
-    with torch.device("meta"):
-        model = eagle3.LlamaForCausalLMEagle3(config)
-    params = dict(model.named_parameters())
-    loaded = {}
-    for name in case["names"]:
-        hit = []
-        for key, param in params.items():
-            def loader(param, weight, shard=None, key=key):
-                hit.append([key, shard])
-            param.weight_loader = loader
-        model.hot_token_id = None
-        model.load_weights([(name, torch.zeros(1, dtype=torch.long))])
-        loaded[name] = hit[0] if hit else (["d2t", None] if model.hot_token_id is not None else None)
-    answers.append({"shapes": {k: list(v.shape) for k, v in params.items()}, "loaded": loaded})
-
-ids = {}
-for module, name in job["targets"]:
-    owner = getattr(__import__(f"sglang.srt.models.{module}", fromlist=[name]), name)
-    for given in job["ids"]:
-        fake = types.SimpleNamespace(
-            pp_group=types.SimpleNamespace(is_last_rank=True),
-            config=types.SimpleNamespace(num_hidden_layers=30),
-            model=types.SimpleNamespace(),
-        )
-        owner.set_eagle3_layers_to_capture(fake, given)
-        ids.setdefault(name, []).append(fake.model.layers_to_capture)
-pathlib.Path(job["out"]).write_text(json.dumps({"answers": answers, "ids": ids}))
-"""
 
 FLAT = make.decoder_config(1) | {
     "draft_vocab_size": make.DRAFT_VOCABULARY,
@@ -110,6 +60,43 @@ NAMES = [
     "layers.0.midlayer_x.weight",
     "model.midlayer.mlp.down_proj.weight",
 ]
+LATENT: dict[str, dict[str, Any]] = {
+    "plain": latent.draft_config(),
+    "tied": latent.draft_config(tie_word_embeddings=True),
+    "fc norm": latent.draft_config(fc_norm=True),
+    "bias": latent.draft_config(bias=True),
+    "biases": latent.draft_config(attention_bias=True),
+    "four features": latent.draft_config(eagle_config={"eagle_aux_hidden_state_layer_ids": [1, 2, 3, 4]}),
+    "ids at the top": latent.draft_config(eagle_config={}, eagle_aux_hidden_state_layer_ids=[1, 2]),
+    "other width": latent.draft_config(target_hidden_size=80),
+    "defaults": latent.draft_config(q_lora_rank=None, kv_lora_rank=None, v_head_dim=None, rope_scaling=latent.YARN),
+    "whole vocabulary": latent.draft_config(draft_vocab_size=None),
+    "two layers": latent.draft_config(num_hidden_layers=2),
+    "no rank": latent.draft_config() | {"q_lora_rank": None},
+}
+_PARTS = [f"{latent.ATTENTION}.{part}.weight" for part in ("q_a_proj", "kv_a_proj_with_mqa")]
+_STORED = [name for name in latent.draft_tensors(latent.draft_config()) if name not in _PARTS]
+LATENT_NAMES = [
+    *_STORED,
+    *(name.replace("layers.0.", "midlayer.") for name in _STORED if name.startswith("layers.0.")),
+    *(f"model.{name}" for name in _STORED),
+    f"{latent.ATTENTION}.fused_qkv_a_proj_with_mqa.weight",
+    f"{latent.ATTENTION}.q_proj.weight",
+    "layers.0.mlp.gate_up_proj.weight",
+    "layers.0.mlp.up_proj.bias",
+    "layers.1.mlp.down_proj.weight",
+    "embed_tokens.weight",
+    "input_norm.weight",
+    "fc.bias",
+    "fc_norm.2.weight",
+    "aux_norm_low.weight",
+    "draft.d2t",
+    "my_d2t",
+    "eagle3.t2d",
+    "my_midlayer.weight",
+]
+#: what is fused on load is loaded where both are there
+TOGETHER = " ".join(_PARTS)
 TARGETS = [
     ("llama", "LlamaForCausalLM"),
     ("qwen3", "Qwen3ForCausalLM"),
@@ -121,9 +108,10 @@ IDS = [None, [1, 14, 26], [2, 15, 27], [4, 15, 30]]
 
 
 @pytest.fixture(scope="module")
-def probe(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def probe(tmp_path_factory: pytest.TempPathFactory, warm: Warm) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("probe")
-    cases = [{"config": config, "names": NAMES} for config in CONFIGS.values()]
+    cases = [{"config": config, "names": NAMES, "latent": False} for config in CONFIGS.values()]
+    cases += [{"config": config, "names": [*LATENT_NAMES, TOGETHER], "latent": True} for config in LATENT.values()]
     out = folder / "out.json"
     model = make.write_checkpoint(folder / "model", make.decoder_config(1), make.target_tensors())
     job = {
@@ -135,22 +123,15 @@ def probe(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "out": str(out),
     }
     (folder / "job.json").write_text(json.dumps(job))
-    done = subprocess.run(
-        [sys.executable, "-c", PROBE, str(folder / "job.json")],
-        env=cpu_environment(os.environ),
-        capture_output=True,
-        text=True,
-        timeout=500,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    with warm():
+        run_module("tests.support.engine_probe", folder / "job.json")
     answer: dict[str, Any] = json.loads(out.read_text())
     return answer
 
 
 def unfused(shapes: dict[str, list[int]], config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """SGLang's parameters under speculators' names, its vocabularies without the padding."""
-    full = engine.with_defaults(config)
+    full = {"draft_vocab_size": config["vocab_size"], **engine.with_defaults(config)}
     queries, keys = (full[key] * full["head_dim"] for key in ("num_attention_heads", "num_key_value_heads"))
     out: dict[str, tuple[int, ...]] = {}
     for name, shape in shapes.items():
@@ -198,6 +179,41 @@ def test_names_land_where_the_class_puts_them(probe: dict[str, Any], case: str) 
             else:
                 part = "qkv".index(shard) if isinstance(shard, str) else shard
                 assert places == (host.removeprefix("model.").replace(fused, parts[part]),)
+
+
+def unfused_latent(shapes: dict[str, list[int]], config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """The same of the class with latent attention."""
+    ranks = [config.get("q_lora_rank", 1536), config.get("kv_lora_rank", 512) + config["qk_rope_head_dim"]]
+    out = unfused({name: shape for name, shape in shapes.items() if "fused_qkv_a" not in name}, config)
+    for name, shape in shapes.items():
+        if "fused_qkv_a" in name:
+            assert shape[0] == sum(ranks)
+            for part, rows in zip(("q_a_proj", "kv_a_proj_with_mqa"), ranks, strict=True):
+                out[name.replace("fused_qkv_a_proj_with_mqa", part)] = (rows, *shape[1:])
+    return {name.removeprefix("model.").replace("midlayer.", "layers.0."): shape for name, shape in out.items()}
+
+
+@pytest.mark.parametrize("case", LATENT)
+def test_tables_of_latent_attention_are_the_classes_own(probe: dict[str, Any], case: str) -> None:
+    config = LATENT[case]
+    answer = probe["answers"][len(CONFIGS) + list(LATENT).index(case)]
+    refused = [one for one in tables.refusals(config) if one.key != "dtype"]
+    assert bool(refused) == ("refused" in answer), answer.get("refused", refused)
+    if refused:
+        return
+    known = tables.parameters(config)
+    assert known == unfused_latent(answer["shapes"], config)
+    for name in LATENT_NAMES:
+        places, landed = tables.destinations(name, known), answer["loaded"][name]
+        if places in ((), ("t2d",)):
+            assert landed is None, name
+        elif places == ("d2t",):
+            assert landed == ["d2t", None]
+        else:
+            held = landed[0].removeprefix("model.").replace("midlayer.", "layers.0.")
+            parts = [held.replace("gate_up_proj", part) for part in ("gate_proj", "up_proj")]
+            assert places == (tuple(parts) if landed[1] is None and "gate_up" in held else (parts[landed[1] or 0],))
+    assert answer["loaded"][TOGETHER] == ["model.midlayer.self_attn.fused_qkv_a_proj_with_mqa.weight", None]
 
 
 @pytest.mark.parametrize("target", [name for _, name in TARGETS])

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -160,15 +159,20 @@ def asked(tmp_path: Path, deployed: Path, four_prompts: Path, **changed: Any) ->
     return {"target": TARGET, "draft": deployed, "prompts": four_prompts, "out": tmp_path / "out"} | changed
 
 
-def test_bad_input_is_refused_before_anything_starts(tmp_path: Path, deployed: Path, four_prompts: Path) -> None:
+def test_bad_input_is_refused_before_anything_starts(
+    tmp_path: Path, deployed: Path, four_prompts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from eagle_trace.demo import models_dir
     from eagle_trace_serving.record import record
 
+    def started(*_: object, **__: object) -> None:
+        raise AssertionError("a server was started")
+
+    monkeypatch.setattr(subprocess, "Popen", started)
+
     def refused(error: type[Exception], message: str, **changed: Any) -> None:
-        started = time.monotonic()
         with pytest.raises(error, match=message):
             record(**asked(tmp_path, deployed, four_prompts, **changed))
-        assert time.monotonic() - started < 2
         assert not (tmp_path / "out").exists()
 
     refused(CheckpointError, "eagle-trace export", draft=models_dir() / "draft")
@@ -190,23 +194,23 @@ def test_bad_input_is_refused_before_anything_starts(tmp_path: Path, deployed: P
 
 
 def test_a_server_that_dies_while_starting_is_reported_with_its_last_lines(
-    tmp_path: Path, deployed: Path, four_prompts: Path
+    tmp_path: Path, deployed: Path, four_prompts: Path, warm: Warm
 ) -> None:
     from eagle_trace_serving.record import record
 
-    with pytest.raises(HostError, match=r"(?s)ended before.*no-such-option"):
+    with warm(), pytest.raises(HostError, match=r"(?s)ended before.*no-such-option"):
         record(**asked(tmp_path, deployed, four_prompts, host_args=("--no-such-option",)))
     assert not (tmp_path / "out").exists()
 
 
 def test_a_plugin_that_is_not_loaded_is_noticed(
-    tmp_path: Path, deployed: Path, four_prompts: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, deployed: Path, four_prompts: Path, monkeypatch: pytest.MonkeyPatch, warm: Warm
 ) -> None:
     from eagle_trace_serving.record import record
 
     # SGLang then cannot run EAGLE on this CPU either, so what is seen is a host that dies or a recorder that is silent
     monkeypatch.setenv("SGLANG_PLUGINS", "somebody_else")
-    with pytest.raises(HostError, match=r"recorder did not report|ended before"):
+    with warm(), pytest.raises(HostError, match=r"recorder did not report|ended before"):
         record(**asked(tmp_path, deployed, four_prompts))
 
 
@@ -230,9 +234,9 @@ def test_ctrl_c_leaves_no_process_and_no_sealed_trace(tmp_path: Path, deployed: 
     tree = psutil.Process(process.pid).children(recursive=True)
     assert tree
     process.send_signal(signal.SIGINT)
-    _, error = process.communicate(timeout=60)
+    _, error = process.communicate(timeout=300)
     assert process.returncode == 130
     assert "Traceback" not in error
     assert not (out / "manifest.json").exists()
-    _, alive = psutil.wait_procs(tree, timeout=10)
+    _, alive = psutil.wait_procs(tree, timeout=60)
     assert not alive

@@ -38,7 +38,7 @@ STEPS = 12
 #: what each call takes on a slow disk; some hundred make a trace
 SLOW = "0.03"
 #: when a disk that hangs lets go, so that a test fails that waits for it [s]
-GIVE_UP = 60.0
+GIVE_UP = 240.0
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -69,7 +69,7 @@ def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         monkeypatch.setattr(owner, name, disk_faults.behind(getattr(owner, name)))
     monkeypatch.setattr(writer, "QUEUE_BYTES", 64 << 10)
     monkeypatch.setattr(writer, "GUEST_STALL_SECONDS", 1.0)
-    monkeypatch.setattr(writer, "FLUSH_SECONDS", 0.05)
+    monkeypatch.setattr(writer, "FLUSH_SECONDS", 0.0)
     timer = threading.Timer(GIVE_UP, file.write_text, ("",))
     timer.daemon = True
     timer.start()
@@ -172,4 +172,4 @@ print("trained", time.monotonic(), flush=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("trained ")
     # what waits at the end of the process, and the end of an interpreter that holds torch, on a busy machine
-    assert ended - float(done.stdout.split()[1]) < live.LEAVE_SECONDS + 20
+    assert ended - float(done.stdout.split()[1]) < live.LEAVE_SECONDS + 100

@@ -9,8 +9,8 @@ import socket
 import subprocess
 import time
 import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,24 +38,47 @@ class Attached:
 
     def ask(self, method: str, path: str, body: Any = None, *, timeout: float = 300, **headers: str) -> bytes:
         """Answer of a route, by the key that it takes unless `headers` say another."""
-        admin = path.startswith(("/eagle_trace", "/abort_request"))
+        with self._open(method, path, body, timeout, **headers) as stream:
+            return bytes(stream.read())
+
+    def _open(self, method: str, path: str, body: Any, timeout: float, **headers: str) -> Any:
+        admin = path.startswith(("/eagle_trace", "/abort_request", "/pause_generation", "/continue_generation"))
         if key := self.admin_api_key if admin else self.api_key:
             headers = {"Authorization": f"Bearer {key}"} | headers
         data = None if body is None else json.dumps(body).encode()
         headers = {"Content-Type": "application/json"} | headers
         request = urllib.request.Request(self.url + path, data, headers, method=method)
-        with urllib.request.urlopen(request, timeout=timeout) as stream:
-            return bytes(stream.read())
+        return urllib.request.urlopen(request, timeout=timeout)
 
     def post(self, path: str, body: dict[str, Any], timeout: float = 300) -> Any:
         """Answer of a route."""
         text = self.ask("POST", path, body, timeout=timeout)
         return json.loads(text) if text.strip().startswith((b"{", b"[")) else text.decode()
 
-    def generate(self, text: str, rid: str | None = None, tokens: int = 16, **sampling: Any) -> Any:
-        """Answer to one prompt."""
-        body = {"text": text, "sampling_params": {"max_new_tokens": tokens, "temperature": 0} | sampling}
-        return self.post("/generate", body | ({"rid": rid} if rid else {}))
+    def generate(
+        self,
+        text: str,
+        rid: str | None = None,
+        tokens: int = 16,
+        *,
+        begun: Callable[[], object] | None = None,
+        **sampling: Any,
+    ) -> Any:
+        """Answer to one prompt; `begun` is called when the first of it is there."""
+        body: dict[str, Any] = {
+            "text": text,
+            "sampling_params": {"max_new_tokens": tokens, "temperature": 0} | sampling,
+        }
+        body |= {"rid": rid} if rid else {}
+        if begun is None:
+            return self.post("/generate", body)
+        answer = None
+        with self._open("POST", "/generate", body | {"stream": True}, 300) as stream:
+            for line in stream:
+                if line.startswith(b"data: {"):
+                    begun()
+                    answer = json.loads(line.removeprefix(b"data: "))
+        return answer
 
     @property
     def processes(self) -> list[psutil.Process]:
@@ -69,22 +92,38 @@ class Attached:
 
     @property
     def traces(self) -> list[Path]:
-        """Places of the traces that lie on the server, oldest first."""
+        """Places of the traces that lie on the server; of two that began in one second, either may come first."""
         return sorted(self.out.glob("*.trace")) if self.out.is_dir() else []
 
-    def wait_until(self, state: str, seconds: float = 60) -> None:
+    def wait_until(self, state: str, seconds: float = 300) -> None:
         """Wait for a state of the recorder."""
-        end = time.monotonic() + seconds
-        while self.status["state"] != state:
-            assert time.monotonic() < end, self.status
-            time.sleep(0.2)
+        wait_for(lambda: self.status["state"] == state, lambda: self.status, seconds)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Nothing is computed meanwhile, so that no request ends; the recorder goes on listening."""
+        self.post("/pause_generation", {"mode": "in_place"})
+        try:
+            yield
+        finally:
+            self.post("/continue_generation", {})
 
 
-def free_port() -> int:
-    """A port that nobody listens at."""
+def wait_for(condition: Callable[[], object], words: Callable[[], object], seconds: float = 300) -> None:
+    """Wait until a condition holds; `words` say what is the case where it never does."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, words()
+        time.sleep(0.05)
+
+
+@contextmanager
+def reserved_port() -> Iterator[int]:
+    """A port that a server may listen at, and which nobody is given by chance meanwhile."""
     with socket.socket() as one:
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
+        yield int(one.getsockname()[1])
 
 
 @contextmanager
@@ -105,7 +144,9 @@ def server(
     from eagle_trace_serving import process as host
     from sglang_cpu_eagle import cpu_environment
 
-    port, log, out = free_port(), folder / "server.log", folder / "recorded"
+    log, out = folder / "server.log", folder / "recorded"
+    stack = ExitStack()
+    port = stack.enter_context(reserved_port())
     command = [*host.PYTHON, "sglang.launch_server", "--port", str(port), "--model-path", str(target)]
     command += ["--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", str(draft)]
     command += ["--speculative-num-steps", "3", "--dtype", dtype, "--device", "cpu"]
@@ -117,16 +158,15 @@ def server(
     environment = {name: value for name, value in environment.items() if value or name not in variables}
     with log.open("wb") as stream:
         process = subprocess.Popen(command, stdout=stream, stderr=stream, env=environment, start_new_session=True)
+    stack.callback(stop, process)
     attached = Attached(f"http://127.0.0.1:{port}", log, out, process, api_key, admin_api_key)
-    try:
+    with stack:
         end = time.monotonic() + START_SECONDS
         while b"fired up" not in log.read_bytes():
             assert process.poll() is None, log.read_text()[-3000:]
             assert time.monotonic() < end, log.read_text()[-3000:]
-            time.sleep(0.5)
+            time.sleep(0.2)
         yield attached
-    finally:
-        stop(process)
 
 
 def _writes_to(process: psutil.Process, log: Path) -> bool:

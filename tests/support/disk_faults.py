@@ -21,8 +21,9 @@ FILE = "EAGLE_TRACE_TEST_DISK"
 #: bytes that may wait to be written, instead of the writer's own: a small model fills no more
 QUEUE = "EAGLE_TRACE_TEST_QUEUE"
 HANG = "hang"
-#: what one wait may take longer than it was asked to, on a machine that does other things too [s]
-LATE = 0.5
+#: what one wait may take longer than it was asked to, on a machine that does other things too [s]; whoever waits for
+#: the disk itself waits for good
+LATE = 5.0
 
 
 #: everything that touches a trace
@@ -32,8 +33,10 @@ PLACES = [(store.Sink, "write"), *((store._LocalStore, name) for name in sorted(
 def hook() -> None:
     """Let everything that touches a trace pass the fault of the moment first."""
     if QUEUE in os.environ:
-        # written to often, so that it fills while the disk hangs and not at the seal
-        writer.QUEUE_BYTES, writer.FLUSH_SECONDS = int(os.environ[QUEUE]), 0.5
+        # written to at once, so that it fills while the disk hangs and not at the seal, however fast a server answers
+        writer.QUEUE_BYTES, writer.FLUSH_SECONDS = int(os.environ[QUEUE]), 0.0
+        # what a slow disk has not taken soon after the end is left out, so that nobody waits for it here
+        writer.HURRY_SECONDS = 4.0
     for owner, name in PLACES:
         setattr(owner, name, behind(getattr(owner, name)))
 

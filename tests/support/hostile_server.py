@@ -41,6 +41,12 @@ def says(body: Any, status: int = 200, **headers: str) -> Answer:
     return answer
 
 
+def slow(answer: Answer) -> Answer:
+    """Mark an answer that only a client's impatience ends."""
+    answer.slow = True  # type: ignore[attr-defined]
+    return answer
+
+
 def endless(block: bytes, pause: float = 0.0, head: bytes = b"") -> Answer:
     """A block after the other until the client has had enough."""
 
@@ -53,7 +59,7 @@ def endless(block: bytes, pause: float = 0.0, head: bytes = b"") -> Answer:
             to.wfile.flush()
             time.sleep(pause)
 
-    return answer
+    return slow(answer) if pause else answer
 
 
 def raw(head: bytes, block: bytes, pause: float = 0.0) -> Answer:
@@ -65,9 +71,10 @@ def raw(head: bytes, block: bytes, pause: float = 0.0) -> Answer:
             to.wfile.write(block)
             time.sleep(pause)
 
-    return answer
+    return slow(answer) if pause else answer
 
 
+@slow
 def drips_headers(to: BaseHTTPRequestHandler) -> None:
     """The beginning of an answer, a letter at a time."""
     while True:

@@ -9,7 +9,7 @@ cache slot a position, so that a fault of the cache can be planted where it woul
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,8 @@ UNIT = {"float32": 2.0**-24, "bfloat16": 2.0**-8}
 STEPS, TOPK = 3, 10
 Path_ = tuple[int, ...]
 Key = tuple[int, Path_]
+Keep = Callable[[str, F64], F64]
+Norm = Callable[[F64, str], F64]
 
 
 @dataclass
@@ -72,8 +74,13 @@ class Doing:
         unmapped: behind the first one, draft steps go on from draft ids.
         carry: (root, path) -> the row whose carry a draft step starts from.
         slot: (root, path) -> places that the row's key is written to besides its own.
+        chunk: tokens of a prompt that are computed at once; None for all.
+        skipped: roots that the draft is not run for and whose slots stay empty, drafts below them included.
+        behind: step -> empty slots behind its own that a row sees.
+        refuses: verification accepts no draft.
         d2t: offsets used.
         damage: (site, values) -> values, a fault of one site alone.
+        scale: factor on the scores of attention; None for the usual one.
     """
 
     config: dict[str, Any]
@@ -101,9 +108,19 @@ class Doing:
     feature: Callable[[int, int], int] = lambda root, _round: root
     carry: Callable[[int, Path_], Key] = lambda root, path: (root, path[:-1])
     slot: Callable[[int, Path_], Sequence[int]] = lambda _root, _path: ()
+    chunk: int | None = None
+    skipped: Sequence[int] = ()
+    behind: Callable[[int], int] = lambda _step: 0
+    refuses: bool = False
     d2t: Any = None
     damage: Callable[[str, F64], F64] | None = None
     target: Target = field(default_factory=lambda: demo_target())
+    scale: float | None = None
+    trainer = "speculators"
+
+    def runner(self, *args: Any) -> Runner:
+        """Runs it over one prompt."""
+        return Runner(self, *args)
 
 
 @dataclass
@@ -120,13 +137,16 @@ class Batch:
 class Runner:
     """The draft over one prompt, as one side computes it."""
 
+    #: what is cached beside the rotated keys
+    VALUES = "layer.0.attn.v"
+
     def __init__(
         self, do: Doing, tokens: Sequence[int], states: F64, dtype: str, rng: np.random.Generator | None
     ) -> None:
         self.do, self.tokens, self.dtype, self.rng = do, list(tokens), dtype, rng
         layer = do.config.get("transformer_layer_config", do.config)
         self.heads, self.kv_heads, self.size = (
-            layer[k] for k in ("num_attention_heads", "num_key_value_heads", "head_dim")
+            layer.get(k) for k in ("num_attention_heads", "num_key_value_heads", "head_dim")
         )
         self.features = do.pick(states)
         self.slots: dict[int, tuple[F64, F64]] = {}
@@ -137,6 +157,11 @@ class Runner:
     def run(self, keys: list[Key], *, server: bool, kept: frozenset[int] = frozenset()) -> None:
         """One forward over rows of one step; slots of `kept` positions are not overwritten."""
         do, out = self.do, {}
+        if server:
+            self.slots |= {root: self._empty() for root, _ in keys if root in do.skipped}
+            keys = [key for key in keys if key[0] not in do.skipped]
+        if not keys:
+            return
         step = len(keys[0][1])
 
         def keep(site: str, values: F64) -> F64:
@@ -169,9 +194,8 @@ class Runner:
         one = keep(f"{at}.embed_norm", norm(embed, "layers.0.input_layernorm.weight"))
         two = keep(f"{at}.hidden_norm", norm(hidden, "layers.0.hidden_norm.weight"))
         both = np.concatenate([one, two], axis=1)
-        q, k, v = (keep(f"{at}.attn.{n}", both @ w[f"self_attn.{n}_proj.weight"].T) for n in "qkv")
         places = [self._place(root, path) for root, path in keys]
-        q, k = (keep(f"{at}.attn.{n}_rope", self._rotate(x, places)) for n, x in (("q", q), ("k", k)))
+        q, k, v = self.projected(both, places, keep, norm)
         context = keep(f"{at}.attn.context", self._context(keys, q, k, v, server=server, kept=kept))
         attention = keep(f"{at}.attn.out", context @ w["self_attn.o_proj.weight"].T)
         residual = keep(f"{at}.attn.residual", (two if do.norm_residual else hidden) + attention)
@@ -187,6 +211,19 @@ class Runner:
             self.done[key] = {site: values[row].astype(np.float64) for site, values in out.items()}
         self.batches.append(Batch(keys, fed, places, self.round, out))
 
+    def projected(self, both: F64, places: list[int], keep: Keep, _norm: Norm) -> tuple[F64, F64, F64]:
+        """Queries, and what is cached of keys and values, of rows that enter attention."""
+        at = "layer.0.attn"
+        q, k, v = (keep(f"{at}.{n}", both @ self.do.tensors[f"layers.0.self_attn.{n}_proj.weight"].T) for n in "qkv")
+        q, k = (keep(f"{at}.{n}_rope", self.rotate(x, places)) for n, x in (("q", q), ("k", k)))
+        return q, k, v
+
+    def attended(self, q: F64, keys: F64, values: F64) -> F64:
+        """What one query row makes of what it sees."""
+        usual = (len(q) // self.heads) ** -0.5
+        scaled = q if self.do.scale is None else q * (self.do.scale / usual)
+        return attend(scaled, keys, values, self.heads, self.kv_heads)
+
     def _fed(self, root: int, path: Path_) -> int:
         if self.do.feeds is not None:
             return self.do.feeds(self.tokens, root, path, self.round)
@@ -196,7 +233,7 @@ class Runner:
         shift = self.do.shift
         return root + len(path) + (shift if isinstance(shift, int) else shift(root, path, self.round))
 
-    def _rotate(self, x: F64, places: list[int]) -> F64:
+    def rotate(self, x: F64, places: list[int]) -> F64:
         turned = turn(x, places, self.size, self.do.theta, self.do.layout, self.do.share, self.do.rounded)
         if self.do.limit is not None:
             past = np.array(places) >= self.do.limit
@@ -215,17 +252,22 @@ class Runner:
             if server:
                 # the rows of the call itself come from memory, those before it from the cache
                 seen = [own.get(p, self.slots[p]) if not path else self.slots[p] for p in range(place + 1)]
+                seen += [self._empty()] * self.do.behind(len(path))
             else:
                 seen = [self._of(root_, ()) if root_ not in own else own[root_] for root_ in range(root + 1)]
                 seen += [self._of(root, path[:s]) for s in range(1, len(path))] + ([(k[row], v[row])] if path else [])
             seen = seen if self.do.window is None else seen[-self.do.window :]
             keys_seen, values_seen = (np.stack(part) for part in zip(*seen, strict=True))
-            out.append(attend(q[row], keys_seen, values_seen, self.heads, self.kv_heads))
+            out.append(self.attended(q[row], keys_seen, values_seen))
         return np.stack(out)
+
+    def _empty(self) -> tuple[F64, F64]:
+        width = self.kv_heads * self.size
+        return np.zeros(width), np.zeros(width)
 
     def _of(self, root: int, path: tuple[int, ...]) -> tuple[F64, F64]:
         row = self.done[root, path]
-        return row["layer.0.attn.k_rope"], row["layer.0.attn.v"]
+        return row["layer.0.attn.k_rope"], row[self.VALUES]
 
     def best(self, root: int, path: tuple[int, ...]) -> int:
         """Target id of the best draft id of a row."""
@@ -247,9 +289,15 @@ def serve_prompt(runner: Runner, prompt_tokens: int) -> list[dict[str, Any]]:
             runner.slots[root] = k * factor, v
             del runner.done[root, ()]
         runner.batches.clear()
-    runner.run([(root, ()) for root in range(first, prompt_tokens)], server=True)
+    size = do.chunk or prompt_tokens
+    for start in range(first, prompt_tokens, size):
+        runner.run([(root, ()) for root in range(start, min(start + size, prompt_tokens))], server=True)
     root = prompt_tokens - 1
     while root + 2 + STEPS < len(tokens):
+        if root in do.skipped:
+            root += 1
+            runner.run([(root, ())], server=True)
+            continue
         path: Path_ = ()
         runner.round = len(rounds) + 1
         for _ in range(1, STEPS):
@@ -257,7 +305,7 @@ def serve_prompt(runner: Runner, prompt_tokens: int) -> list[dict[str, Any]]:
             runner.run([(root, path)], server=True)
         proposed = (*path, runner.best(root, path))
         count = 0
-        while count < STEPS and proposed[count] == tokens[root + 2 + count]:
+        while not do.refuses and count < STEPS and proposed[count] == tokens[root + 2 + count]:
             count += 1
         accepted = tokens[root + 2 : root + 2 + count]
         rounds.append({
@@ -311,7 +359,7 @@ def write_side(
     keys = [f"prompt-{number}" for number in range(len(texts))]
     target = do.target
     manifest = Manifest(
-        side, "values", {"train": "speculators", "serve": "sglang"}[side], dtype=dtype, device="cpu",  # type: ignore[arg-type]
+        side, "values", {"train": do.trainer, "serve": "sglang"}[side], dtype=dtype, device="cpu",  # type: ignore[arg-type]
         target={"path": str(target.folder), "config": target.config, "num_hidden_layers": target.layers}
         | target_sample(target.folder),
         draft={"path": str(draft), "config": do.config, "dropped_keys": list(dropped)},
@@ -323,7 +371,7 @@ def write_side(
     rounded = {
         n: t if t.dtype.kind in "iub" else t.astype(DTYPES[dtype]).astype(np.float64) for n, t in do.tensors.items()
     }
-    do = Doing(**{**do.__dict__, "tensors": rounded})
+    do = replace(do, tensors=rounded)
     calls = 0
     for number, tokens in enumerate(texts):
         prompt_tokens = len(TEXTS[number % len(TEXTS)].encode())
@@ -333,7 +381,7 @@ def write_side(
         # another prompt may be shorter: its last rows stand for those it lacks
         there = np.minimum(np.arange(len(tokens)), states.shape[1] - 1)
         states, branches = states[:, there], branches[:, there]
-        runner = Runner(do, tokens, states, dtype, rng)
+        runner = do.runner(tokens, states, dtype, rng)
         wanted: set[Key] = set()
         if side == "serve":
             for record in serve_prompt(runner, prompt_tokens):

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.support.numpy_target import Target, read_tensors, rms
+from tests.support.numpy_target import TEXTS, Target, read_tensors, rms
 from tests.support.pairs import DRAFT, TARGET
 from tests.support.plant_edits import (
     HEAD,
@@ -41,6 +41,7 @@ from tests.support.plant_edits import (
 )
 from tests.support.planted import Planted, copy_checkpoint
 
+CHUNK = 8
 EMBEDDING = "embed_tokens.weight"
 
 HEALTHY = [
@@ -95,6 +96,14 @@ def faults() -> list[Planted]:
             "layer-ids-default",
             "target.hidden.0",
             config=drop("eagle_config", "eagle_aux_hidden_state_layer_ids"),
+            trained=trained_ids(1, 3, 6),
+            train={"pick": layers(1, 3, 6)},
+        ),
+        Planted(
+            "layer-ids-ignored",
+            "layer-ids-ignored",
+            "target.hidden.0",
+            config=ids(0, 2, 5),
             trained=trained_ids(1, 3, 6),
             train={"pick": layers(1, 3, 6)},
         ),
@@ -159,6 +168,12 @@ def faults() -> list[Planted]:
             "tokens-fed-wrongly",
             "token",
             serve={"feeds": lambda x, root, path, _: path[0] if path else x[root + 1]},
+        ),
+        Planted(
+            "chunk-ends-with-the-last-token",
+            "chunk-end-token",
+            "token",
+            serve={"chunk": CHUNK, "feeds": last_at_chunk_ends},
         ),
         Planted("draft-ids-unmapped", "tokens-fed-wrongly", "token", serve={"unmapped": True}),
         Planted("positions-of-the-prefill", "positions-wrong", "position", serve={"shift": lambda _r, _p, n: not n}),
@@ -366,7 +381,11 @@ def faults() -> list[Planted]:
             serve={"window": 24},
             serve_write={"settings": {"sglang_args": ["--speculative-draft-window-size", "24"]}},
         ),
+        Planted("softmax-scale-of-the-engine", "softmax-scale", "layer.0.attn.context", serve={"scale": 0.25}),
         Planted("kv-not-refreshed", "kv-not-refreshed", "layer.0.attn.context", serve={"stale": True}),
+        Planted("rows-never-computed", "kv-rows-missing", "layer.0.attn.context", serve={"skipped": range(34, 38)}),
+        Planted("slots-behind-that-grow", "kv-length", "layer.0.attn.context", serve={"behind": lambda step: step}),
+        Planted("slot-behind-every-row", "kv-length", "layer.0.attn.context", serve={"behind": lambda _: 1}),
         Planted("kv-cached-prefix", "kv-cached-prefix", "layer.0.attn.context", serve={"prefix": (10, 1.5)}),
         Planted("attention-not-reduced", "tp-shard", "layer.0.attn.out", serve_tensors=half(OUT), loaded=True),
         Planted(
@@ -377,6 +396,7 @@ def faults() -> list[Planted]:
             loaded=True,
         ),
         Planted("nan", "nonfinite", "layer.0.mlp.out", serve={"damage": nan_at("layer.0.mlp.out")}),
+        Planted("verify-rejects", "verify-rejects", None, serve={"refuses": True}),
         Planted(
             "metric",
             "metric",
@@ -384,6 +404,15 @@ def faults() -> list[Planted]:
             serve_write={"settings": {"server_counts": {"r": {"spec_accept_length": 1.04, "spec_verify_ct": 24}}}},
         ),
     ]
+
+
+def last_at_chunk_ends(tokens: Any, root: int, path: Any, _round: int) -> int:
+    """The last row of a chunk is fed the last token of the prompt, which is a text of `TEXTS`."""
+    if path:
+        return int(path[-1])
+    prompt = next(len(text.encode()) for text in TEXTS if bytes(tokens[: len(text.encode())]) == text.encode())
+    inside = root + 1 < prompt
+    return int(tokens[prompt - 1] if inside and (root + 1) % CHUNK == 0 else tokens[root + 1])
 
 
 def _params_without_head() -> Any:

@@ -53,7 +53,7 @@ def columns(name: str, order: list[int]) -> Edit:
 def cases() -> list[tuple[Planted, str, str | None]]:
     """Each with words that its evidence or its fix must have, and those it must have where the deployed folder is gone.
 
-    More kinds, tensor by tensor and without a pair of traces, are in `tests/unit/test_kinds.py`.
+    More kinds, tensor by tensor and without a pair of traces, are in `tests/unit/analysis/checkpoint/test_kinds.py`.
     """
 
     def differ(

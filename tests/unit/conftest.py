@@ -1,5 +1,5 @@
-"""Set before numpy is imported: small matrices on many BLAS threads take up to 70 times as long on a busy machine."""
+"""Set before torch is imported: a process for each core runs tests, so threads would only wait for each other."""
 
 import os
 
-os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -36,8 +36,9 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 def test_the_wheel_holds_all_packages_and_no_tests(wheel: list[str]) -> None:
     tops = {name.split("/")[0] for name in wheel if ".dist-info" not in name}
     packages = {
-        "eagle_trace", "eagle_trace_analysis", "eagle_trace_serving", "eagle_trace_sglang", "eagle_trace_specforge",
-        "eagle_trace_speculators", "eagle_trace_training", "eagle_trace_vllm", "sglang_cpu_eagle",
+        "eagle_trace", "eagle_trace_analysis", "eagle_trace_reference", "eagle_trace_serving", "eagle_trace_sglang",
+        "eagle_trace_specforge", "eagle_trace_speculators", "eagle_trace_training", "eagle_trace_vllm",
+        "sglang_cpu_eagle",
     }  # fmt: skip
     assert tops == {*packages, "eagle_trace_train.pth"}
 

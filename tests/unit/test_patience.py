@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +23,7 @@ from eagle_trace.patience import parse_wait, within
 from eagle_trace.store import Sink
 from eagle_trace.streams import Part
 from eagle_trace.writer import TOO_SLOW, TraceWriter
+from tests.support.attached import wait_for
 from tests.unit.test_partial import ROOT, SITES, WIDTH, assert_consistent, begin, put_call, record_of, rows_of
 
 
@@ -114,12 +115,6 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     opened.set()
 
 
-def seconds_of(work: Callable[[], object]) -> float:
-    started = time.monotonic()
-    work()
-    return time.monotonic() - started
-
-
 def put_many(one: TraceWriter, first: int, calls: int) -> None:
     for call in range(first, first + calls):
         put_call(one, call, 100)
@@ -133,12 +128,12 @@ def test_a_disk_that_hangs_for_a_while_costs_the_host_its_share_and_the_trace_sa
     one.flush()
     gate.clear()
     one._saved_at = 0.0  # it is time to write
-    assert seconds_of(lambda: put_many(one, 2, 100)) < 0.5
+    put_many(one, 2, 100)
     assert not one.accepting
     gate.set()
     trace = open_trace(one.seal())
     assert trace.manifest.stopped == TOO_SLOW
-    assert 0.1 <= trace.manifest.waited_seconds < 0.5
+    assert 0.1 <= trace.manifest.waited_seconds < writer.GUEST_STALL_SECONDS
     assert 2 <= assert_consistent(trace) < 20
 
 
@@ -159,7 +154,7 @@ def test_a_forward_that_is_put_together_is_taken_whole_or_not_at_all(gate: threa
     for call in range(2, 100):
         put_whole(one, call, 100)
     assert not one.accepting
-    assert one.waited < 0.5
+    assert one.waited < writer.GUEST_STALL_SECONDS
     gate.set()
     assert 2 <= assert_consistent(open_trace(one.seal())) < 20
 
@@ -194,29 +189,23 @@ def test_what_sites_share_is_made_once() -> None:
     assert memo(batches) == len(made)
 
 
-def test_a_disk_that_hangs_for_good_is_left_behind(
-    gate: threading.Event, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(writer, "GUEST_STALL_SECONDS", 0.3)
+def test_a_disk_that_hangs_for_good_is_left_behind(gate: threading.Event, tmp_path: Path) -> None:
     one = begin(tmp_path / "t")
     put_many(one, 0, 2)
     assert one.flush()
     gate.clear()
     one._saved_at = 0.0
+    one._inbox._stall = 0.3
     put_many(one, 2, 100)
-
-    def seal() -> None:
-        with pytest.raises(RecordingError, match=TOO_SLOW):
-            one.seal()
-
-    assert seconds_of(seal) < 2
-    assert seconds_of(lambda: one.abort(RuntimeError("again"))) < 2
+    with pytest.raises(RecordingError, match=TOO_SLOW):
+        one.seal()
+    one.abort(RuntimeError("again"))
     with pytest.raises(TraceUnsealedError):
         open_trace(tmp_path / "t")
     assert assert_consistent(open_trace(tmp_path / "t", allow_partial=True)) == 2
     # when the disk comes back, what was left behind says why it ended and holds nothing any more
     gate.set()
-    one._thread.join(10)
+    one._thread.join(60)
     assert not one._thread.is_alive()
     assert TOO_SLOW in str(open_trace(tmp_path / "t", allow_partial=True).manifest.stopped)
 
@@ -243,35 +232,30 @@ def test_a_folder_that_hangs_is_not_waited_for(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(writer, "FOLDER_SECONDS", 0.2)
     with pytest.raises(RecordingError, match="does its disk hang"):
         TraceWriter(tmp_path / "t", Manifest("serve", "values", "x"), prepare=hang.wait)
-    background = []
-    manifest = Manifest("train", "values", "x")
-
-    def make() -> None:
-        background.append(TraceWriter(tmp_path / "t", manifest, prepare=hang.wait, background=True))
-
-    assert seconds_of(make) < 0.4
-    put_call(background[0], 0)
+    # who waited for this one would wait for ever
+    monkeypatch.setattr(writer, "FOLDER_SECONDS", threading.TIMEOUT_MAX)
+    one = TraceWriter(tmp_path / "t", Manifest("train", "values", "x"), prepare=hang.wait, background=True)
+    put_call(one, 0)
+    assert one.wait(0) is False
     hang.set()
-    assert background[0].wait(0) is False
-    assert assert_consistent(open_trace(background[0].seal())) == 1
+    assert assert_consistent(open_trace(one.seal())) == 1
 
 
 def test_writers_that_hang_are_few(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hang = threading.Event()
-    monkeypatch.setattr(writer, "FOLDER_SECONDS", 0.05)
     said = []
     before = threading.active_count()
-    for number in range(30):
-        with pytest.raises(RecordingError) as refused:
-            TraceWriter(tmp_path / f"{number}", Manifest("serve", "values", "x"), prepare=hang.wait)
-        said.append(str(refused.value))
+    with monkeypatch.context() as patched:
+        patched.setattr(writer, "FOLDER_SECONDS", 0.05)
+        for number in range(30):
+            with pytest.raises(RecordingError) as refused:
+                TraceWriter(tmp_path / f"{number}", Manifest("serve", "values", "x"), prepare=hang.wait)
+            said.append(str(refused.value))
     assert ["does its disk hang" in words for words in said] == [True] * 4 + [False] * 26
     assert "4 earlier attempts still wait" in said[-1]
     assert threading.active_count() <= before + 4
     hang.set()
-    deadline = time.monotonic() + 5
-    while threading.active_count() > before and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_for(lambda: threading.active_count() <= before, threading.enumerate)
     TraceWriter(tmp_path / "after", Manifest("serve", "values", "x")).seal()
 
 
@@ -295,10 +279,10 @@ def test_attempts_that_hang_are_few(tmp_path: Path) -> None:
     hang.set()
     for thread in threading.enumerate():
         if thread.name == "eagle-trace-disk":
-            thread.join(5)
-    assert within(1, lambda: 7, tmp_path) == 7
+            thread.join(60)
+    assert within(60, lambda: 7, tmp_path) == 7
     with pytest.raises(ValueError, match="own error"):
-        within(1, lambda: (_ for _ in ()).throw(ValueError("own error")), tmp_path)
+        within(60, lambda: (_ for _ in ()).throw(ValueError("own error")), tmp_path)
 
 
 def test_a_process_whose_disk_hangs_ends(tmp_path: Path) -> None:
@@ -309,17 +293,15 @@ writer = begin(Path(sys.argv[1]))
 for call in range(3):
     put_call(writer, call)
 from eagle_trace.store import Sink
-Sink.write = lambda self, data: time.sleep(1000)
+Sink.write = lambda self, data: time.sleep(10_000)
 writer.close()
 print(writer.wait(0.2), flush=True)
 """
-    started = time.monotonic()
     done = subprocess.run(
         [sys.executable, "-c", code, str(tmp_path / "t")],
-        cwd=ROOT, text=True, capture_output=True, timeout=60, check=False,
+        cwd=ROOT, text=True, capture_output=True, timeout=300, check=False,
     )  # fmt: skip
     assert (done.returncode, done.stdout, done.stderr) == (0, "False\n", "")
-    assert time.monotonic() - started < 30
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("0", 0.0), ("0.5", 0.5), ("inf", float("inf"))])

@@ -103,9 +103,9 @@ def test_a_selection_as_large_as_it_may_be_costs_a_forward_next_to_nothing():
     )
     many = rows()
     selection.mask(many), selection.wants("norm")
-    began = time.perf_counter()
+    began = time.thread_time()
     for _ in range(100):
         selection.mask(many)
         for _ in range(40):
             selection.wants("norm")
-    assert time.perf_counter() - began < 0.5, "a hundred forwards"
+    assert time.thread_time() - began < 0.5, "a hundred forwards"

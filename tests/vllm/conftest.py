@@ -18,6 +18,8 @@ import pytest
 
 from eagle_trace import Trace, open_trace
 from eagle_trace.demo import prompts_file
+from eagle_trace_serving.host import ServerOptions
+from eagle_trace_serving.server import Server
 from tests.support.pairs import DRAFT, TARGET
 from tests.support.warm.start import Warm, warm_python
 
@@ -91,6 +93,15 @@ def four_prompts(folder: Path) -> Path:
     path = folder / "four.jsonl"
     path.write_text("\n".join(prompts_file().read_text().splitlines()[:4]))
     return path
+
+
+@pytest.fixture(scope="session")
+def server(warm: Warm) -> Iterator[Server]:
+    """The demo pair in float32, for recordings that need no other options."""
+    from eagle_trace_vllm.host import HOST
+
+    with warm(), Server(ServerOptions(TARGET, DRAFT, dtype="float32"), host=HOST) as running:
+        yield running
 
 
 @pytest.fixture(scope="session")

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from eagle_trace_analysis import diff
 from eagle_trace_serving import process
 from eagle_trace_serving.record import attach
 from eagle_trace_vllm.deployment import cpu_environment
+from tests.support.attached import START_SECONDS, reserved_port, wait_for
 from tests.support.pairs import DRAFT, TARGET
 from tests.support.warm.start import Warm
 from tests.vllm.conftest import Train
@@ -54,17 +54,16 @@ class Served:
         return ids
 
     def end(self) -> None:
-        """Stop it as its user would."""
+        """Stop it as its user would, if it has not ended."""
         self.running.send_signal(signal.SIGTERM)
-        self.running.wait(60)
+        self.running.wait(300)
 
 
 @contextmanager
 def serving(log: Path, **variables: str) -> Iterator[Served]:
     """The demo pair, compiled as vLLM does by default where `eager` is not said."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    stack = ExitStack()
+    port = stack.enter_context(reserved_port())
     speculation = {"model": str(DRAFT), "method": "eagle3", "num_speculative_tokens": 3}
     command = [
         *process.PYTHON, "vllm.entrypoints.openai.api_server", "--model", str(TARGET), "--dtype", "float32",
@@ -75,8 +74,9 @@ def serving(log: Path, **variables: str) -> Iterator[Served]:
     with log.open("wb") as stream:
         running = subprocess.Popen(command, stdout=stream, stderr=subprocess.STDOUT, env=environment)
     served = Served(port, running, log)
-    try:
-        deadline = time.monotonic() + 240
+    stack.callback(served.end)
+    with stack:
+        deadline = time.monotonic() + START_SECONDS
         while True:
             assert running.poll() is None, log.read_text()[-3000:]
             assert time.monotonic() < deadline, log.read_text()[-3000:]
@@ -86,9 +86,6 @@ def serving(log: Path, **variables: str) -> Iterator[Served]:
             except (OSError, urllib.error.URLError):
                 time.sleep(0.3)
         yield served
-    finally:
-        if running.poll() is None:
-            served.end()
 
 
 @pytest.fixture(scope="module")
@@ -104,10 +101,11 @@ def sealed(folder: Path) -> list[Trace]:
 
 def test_its_next_requests_are_recorded_without_being_asked(armed: Served, folder: Path, train: Train) -> None:
     answers = [armed.complete("The return statement"), armed.complete("A list comprehension", request_id="mine")]
-    deadline = time.monotonic() + 30
-    while json.load(urllib.request.urlopen(f"{armed.url}/eagle_trace"))["state"] != "ready":
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
+
+    def status() -> Any:
+        return json.load(urllib.request.urlopen(f"{armed.url}/eagle_trace"))
+
+    wait_for(lambda: status()["state"] == "ready", status)
     (trace,) = sealed(folder / "armed")
     assert [list(ids) for ids in trace.prompts["output_ids"]] == answers
     assert trace.prompts["request_id"][1] == "mine"

@@ -2,35 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from eagle_trace import Trace, open_trace
 from eagle_trace.demo import prompts_file
 from eagle_trace.prompts import read_prompts
 from eagle_trace.selection import Selection
+from eagle_trace.testing import conformance
 from eagle_trace_analysis import diff
-from eagle_trace_serving.host import ServerOptions
 from eagle_trace_serving.requests import Answers, Request
 from eagle_trace_serving.server import Server
-from tests.support.pairs import DRAFT, TARGET
+from eagle_trace_serving.testing import Served
 from tests.support.tiny_speculators import random_prompts, write_pair, write_prompts
 from tests.support.warm.start import Warm
 from tests.vllm.conftest import Serve, Train
 
 pytestmark = pytest.mark.vllm
-
-
-@pytest.fixture(scope="module")
-def server(warm: Warm) -> Iterator[Server]:
-    """The demo pair in float32."""
-    from eagle_trace_vllm.host import HOST
-
-    with warm(), Server(ServerOptions(TARGET, DRAFT, dtype="float32"), host=HOST) as running:
-        yield running
 
 
 @pytest.fixture(scope="module")
@@ -111,6 +100,11 @@ def test_a_sketch_of_some_rows_agrees(server: Server, request_of_eight: Request,
     assert diff(train(trace), trace).verdict == "agree"
 
 
+def test_vllm_keeps_every_promise_of_the_trace_format(server: Server, four_prompts: Path, tmp_path: Path) -> None:
+    request = Request(read_prompts(four_prompts)[:3], max_new_tokens=12)
+    assert conformance(Served("vllm", server, request), tmp_path) == []
+
+
 def test_one_prompt_after_the_other_agrees(server: Server, folder: Path, train: Train) -> None:
     out = folder / "single.trace"
     out.mkdir()
@@ -161,23 +155,6 @@ def test_a_prefix_cache_is_said_and_skipped(folder: Path, serve: Serve, train: T
     result = diff(train(trace, target=pair.target, draft=pair.draft), trace)
     assert result.verdict == "agree"
     assert result.coverage.matched == len(trace.rows)
-
-
-def test_at_the_end_of_a_chunk_runner_v1_feeds_the_last_token_of_the_prompt(
-    folder: Path, long_prompts: Path, serve: Serve, train: Train
-) -> None:
-    pair = write_pair(folder / "chunked", head_dim=32)
-    trace = serve(
-        target=pair.target, draft=pair.draft, prompts=long_prompts, batch_size=1, max_new_tokens=4,
-        host_args=("--max-num-batched-tokens", "32", "--max-num-seqs", "4"),
-    )  # fmt: skip
-    result = diff(train(trace, target=pair.target, draft=pair.draft), trace)
-    assert result.verdict == "diverged"
-    assert result.first_divergence is not None
-    assert (result.first_divergence.site, result.first_divergence.step) == ("token", 0)
-    rows, last = trace.rows, list(trace.prompts["token_ids"][0])[149]
-    ends = (rows.prompt_id == 0) & (rows.step == 0) & np.isin(rows.root, (31, 63, 95, 127))
-    assert rows.token_id[ends].tolist() == [last] * 4
 
 
 def test_two_ranks_agree_as_one_does(serve: Serve, train: Train) -> None:

@@ -20,6 +20,7 @@ from eagle_trace_analysis.causes import (
     qkv,
     residual,
     rope,
+    slots,
     target,
     tokens,
     weights,
@@ -27,7 +28,7 @@ from eagle_trace_analysis.causes import (
 from eagle_trace_analysis.causes.base import Cause, Outcome
 
 _MODULES = (tokens, fed_tokens, positions, fed, residual, layer_ids, target, parameters, weights, head, embedding, d2t,
-            norms, rope, qkv, carried, attention, parallel, nonfinite, benign)  # fmt: skip
+            norms, rope, qkv, carried, attention, slots, parallel, nonfinite, benign)  # fmt: skip
 
 #: by name
 REGISTRY: dict[str, Cause] = {cause.name: cause for module in _MODULES for cause in module.CAUSES}

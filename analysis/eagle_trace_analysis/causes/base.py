@@ -69,6 +69,7 @@ class Cause:
         last: looks when the others have (`Context.outcomes`), since what they explain is none of its business.
         of_training: is about how the draft was trained, so that without a train trace there is nothing to look at.
         of_server: is about what only a server does (rounds, caches, requests), so that it needs a serve trace.
+        families: the families of drafts it is about, by name; none named for all.
     """
 
     name: str
@@ -80,9 +81,15 @@ class Cause:
     last: bool = False
     of_training: bool = False
     of_server: bool = False
+    families: tuple[str, ...] = ()
 
     def untestable(self, context: Context) -> Outcome | None:
-        """Why the cause cannot be looked at in a pair of two servers, or of two trainers; None if it can."""
+        """Why the cause is not looked at: in a pair of two servers or of two trainers, or of another family's draft;
+        None if it is.
+        """
+        family = context.serve.family.name
+        if self.families and family not in self.families:
+            return ruled_out(f"does not apply to a draft of the family {family}")
         if self.of_training and not context.has_training:
             return not_tested(NO_TRAINING, "hold the server against a train trace (record --mode train --replay)")
         if self.of_server and not context.has_server:

@@ -56,7 +56,8 @@ class Fed:
         due[later] = rows.path[later, rows.step[later] - 1]
         chains = _chains(trace)
         for row in later:
-            chain = chains.get((int(rows.prompt_id[row]), int(rows.round[row])), [])
+            # a prompt's chunk may be drafted for as well, and nothing of that is verified
+            chain = chains.get((int(rows.prompt_id[row]), int(rows.round[row]), int(rows.root[row])), [])
             if rows.step[row] <= len(chain):
                 due[row] = chain[rows.step[row] - 1]
         return cls(rows, due, committed, lengths)
@@ -66,6 +67,22 @@ class Fed:
         """The rows that were fed another token than the one due."""
         return np.flatnonzero((self.due >= 0) & (self.rows.token_id >= 0) & (self.rows.token_id != self.due))
 
+    @property
+    def chunk_ends(self) -> Bool:
+        """Which rows are the last of a prompt's chunk and not of the prompt."""
+        rows = self.rows
+        lengths = np.array([self.prompts.get(int(number), 0) for number in rows.prompt_id])
+        found: Bool = (rows.round == 0) & _ends(rows) & (rows.root + 1 < lengths)
+        return found
+
+    def last_of_prompt(self, at: Int) -> Int:
+        """The last token of the prompt of each of some rows, -1 where it is not known."""
+        tokens = {
+            number: int(self.committed[number][length - 1]) if 0 < length <= len(self.committed[number]) else UNKNOWN
+            for number, length in self.prompts.items()
+        }
+        return np.array([tokens.get(int(number), UNKNOWN) for number in self.rows.prompt_id[at]], dtype=np.int64)
+
     def kinds(self) -> Iterator[tuple[str, Bool]]:
         """Kinds of rows in words, and which rows are of each."""
         rows = self.rows
@@ -73,7 +90,7 @@ class Fed:
         first, ends = rows.step == 0, _ends(rows)
         prefill = first & (rows.round == 0)
         inside = rows.root + 1 < lengths
-        yield "at the end of a prompt's chunk", prefill & ends & inside
+        yield "at the end of a prompt's chunk", self.chunk_ends
         yield "inside a prompt", prefill & ~ends & inside
         yield "of the first token behind a prompt", prefill & ~inside
         yield "of the bonus token after a verify round", first & ~prefill & ends
@@ -117,14 +134,50 @@ def _committed(trace: Trace) -> tuple[dict[int, Int], dict[int, int]]:
     return found, lengths
 
 
-def _chains(trace: Trace) -> dict[tuple[int, int], list[int]]:
-    """What was proposed in each round (prompt, round) that proposed a chain."""
-    table = trace.table("rounds").select(["prompt_id", "round", "proposed", "parents"])
+def _chains(trace: Trace) -> dict[tuple[int, int, int], list[int]]:
+    """What was proposed in each round (prompt, round, root) that proposed a chain."""
+    table = trace.table("rounds").select(["prompt_id", "round", "root", "proposed", "parents"])
     return {
-        (int(row["prompt_id"]), int(row["round"])): row["proposed"]
+        (int(row["prompt_id"]), int(row["round"]), int(row["root"])): row["proposed"]
         for row in table.to_pylist()
         if row["proposed"] and row["parents"] == list(range(len(row["proposed"])))
     }
+
+
+UNKNOWN_DUE = ("no row of the serve trace says which token was due", "record the serve side to its end")
+
+
+def check_chunks(context: Context) -> Outcome:
+    """The last row of each chunk of a prompt, fed the token that the prompt ends with."""
+    fed = Fed.of(context.serve)
+    ends = np.flatnonzero(fed.chunk_ends & (fed.due >= 0))
+    if not (fed.due >= 0).any():
+        return not_tested(*UNKNOWN_DUE)
+    if not len(ends):
+        return ruled_out("no prompt was computed in chunks")
+    wrong = np.intersect1d(ends, fed.wrong)
+    if not len(wrong):
+        return ruled_out(f"all {len(ends)} chunks of prompts end with the prompt's next token")
+    last = _chunk_lasts(fed)
+    if len(last) < len(wrong):
+        return ruled_out(
+            f"{len(wrong)} of {len(ends)} chunks end with another token than the prompt's next one, of which "
+            f"{len(last)} with the prompt's last: see tokens-fed-wrongly"
+        )
+    first = int(last[np.argmin(fed.rows.root[last])])
+    evidence = (
+        f"{len(last)} of {len(ends)} rows at the end of a prompt's chunk are fed the last token of the whole prompt in "
+        f"place of the next one, and no such row another; first at root {fed.rows.root[first]}: "
+        f"{fed.rows.token_id[first]}, due was {fed.due[first]}"
+    )
+    return confirmed(evidence, context.engine.WORDS.whole_prompts, "token")
+
+
+def _chunk_lasts(fed: Fed) -> Int:
+    """The wrong rows at chunks' ends that were fed what the prompt ends with; none if another is wrong there."""
+    wrong = np.intersect1d(np.flatnonzero(fed.chunk_ends), fed.wrong)
+    last: Int = wrong[fed.rows.token_id[wrong] == fed.last_of_prompt(wrong)]
+    return last
 
 
 def check(context: Context) -> Outcome:
@@ -132,8 +185,12 @@ def check(context: Context) -> Outcome:
     fed = Fed.of(context.serve)
     known = int((fed.due >= 0).sum())
     if not known:
-        return not_tested("no row of the serve trace says which token was due", "record the serve side to its end")
+        return not_tested(*UNKNOWN_DUE)
     wrong = fed.wrong
+    if context.confirms("chunk-end-token"):
+        wrong = np.setdiff1d(wrong, _chunk_lasts(fed))
+        if not len(wrong):
+            return ruled_out("the rows at the end of a prompt's chunk, and no others: see chunk-end-token")
     if not len(wrong) and (raw := unmapped(context.serve)):
         fix = (
             "the server must map the draft's ids to target ids (d2t, its hot_token_id) at every draft step: update it, "
@@ -177,15 +234,11 @@ def _source(fed: Fed, wrong: Int) -> str:
                 found[n] = tokens[place[n] + offset]
         return found
 
-    last = np.array([
-        fed.committed[number][fed.prompts[number] - 1] if fed.prompts.get(number) else UNKNOWN
-        for number in rows.prompt_id[wrong].tolist()
-    ])  # fmt: skip
     sources = (
         ("the token before it", token == at(-1)),
         ("the token behind it", token == at(1)),
         ("the token due in another request of the same forward", _due_elsewhere(fed, wrong)),
-        ("the last token of the prompt", token == last),
+        ("the last token of the prompt", token == fed.last_of_prompt(wrong)),
         (f"always token {token[0]}", token == token[0]),
     )
     for words, held in sources:
@@ -216,6 +269,15 @@ def _due_elsewhere(fed: Fed, wrong: Int) -> Bool:
 
 
 CAUSES = (
+    Cause(
+        "chunk-end-token",
+        "Lower accept length on prompts that are longer than a chunk of the prefill; short ones are fine.",
+        "Token fed to the last row of each chunk of a prompt against the prompt's next token, and its last.",
+        "Compute prompts in one piece, or update the server.",
+        ("token",),
+        check_chunks,
+        of_server=True,
+    ),
     Cause(
         "tokens-fed-wrongly",
         "Lower accept length on prompts and answers that are the same on both sides.",

@@ -17,8 +17,6 @@ from eagle_trace_analysis.causes.fed import layer_words
 from eagle_trace_analysis.evidence.context import Context
 from eagle_trace_analysis.evidence.features import CLEARLY, Features
 
-FIX = "name the trained layers in eagle_config.eagle_aux_hidden_state_layer_ids, less one (SGLang counts outputs)"
-
 
 def check_shifted(context: Context) -> Outcome:
     """Ids that mean other layers to the engine than to the training."""
@@ -27,14 +25,36 @@ def check_shifted(context: Context) -> Outcome:
 
 def check_default(context: Context) -> Outcome:
     """No ids in the deployed config: the engine guessed."""
+    named = context.engine.layer_ids(context.served)
+    if context.served and named:
+        return ruled_out(f"the deployed config names ids {named}")
     return _check(context, default=True)
 
 
-def _check(context: Context, *, default: bool) -> Outcome:
+def check_ignored(context: Context) -> Outcome:
+    """Ids that are right in the deployed config, and that the server did not go by."""
+    if not _names_the_trained(context):
+        return ruled_out("the deployed config does not name the trained layers")
+    return _check(context, ignored=True)
+
+
+def _names_the_trained(context: Context) -> bool:
+    """Whether the deployed config names the layers of the training, in the engine's own terms."""
+    ids = context.trained_ids
+    return bool(ids and context.engine.layer_ids(context.served) and _captured(context) == sorted(ids))
+
+
+def _captured(context: Context) -> list[int] | None:
+    """Layers whose inputs the deployed config makes the engine feed, in the order that it reaches them."""
+    target = context.target
+    layers, architecture = (target.layers, target.architecture) if target else (None, None)
+    fed = context.engine.captured_inputs(context.served, layers, architecture) if context.served else None
+    return sorted(fed) if fed else fed
+
+
+def _check(context: Context, *, default: bool = False, ignored: bool = False) -> Outcome:
     features = context.features
     named = context.engine.layer_ids(context.served)
-    if context.served and default and named:
-        return ruled_out(f"the deployed config names ids {named}")
     if features is None:
         return not_tested(context.no_features, RECORD_VALUES)
     if features.single:
@@ -43,8 +63,10 @@ def _check(context: Context, *, default: bool) -> Outcome:
         return ruled_out(_right(context, features))
     if context.served and not default and not named:
         return ruled_out("the deployed config names no ids at all: see layer-ids-default")
-    found = _by_layers(context, features)
-    return found if found is not None else _by_config(context, features)
+    found = _by_layers(context, features) or _by_config(context, features)
+    if found.verdict == "confirmed" and _names_the_trained(context) != ignored:
+        return ruled_out("the deployed config names the trained layers: see layer-ids-ignored")
+    return found
 
 
 def _right(context: Context, features: Features) -> str:
@@ -91,34 +113,35 @@ def _by_layers(context: Context, features: Features) -> Outcome | None:
     if best == last:
         return ruled_out(f"layer {k} is nearest to {layer_words(best, last - 1)}: see features-normed")
     shift = " (each one further)" if all(a == b + 1 for a, b in zip(fed, ids, strict=True)) else ""
+    told = context.serve.manifest.settings.get("layer_ids")
+    said = " (as the server itself says)" if told == fed else ""
     evidence = (
-        f"fed were the inputs of layers {fed}{shift}, trained {ids}: layer {k} is {error:.1e} from the input of "
+        f"fed were the inputs of layers {fed}{shift}{said}, trained {ids}: layer {k} is {error:.1e} from the input of "
         f"{best}, {errors.get(ids[k], float('nan')):.1e} from that of {ids[k]} (median channel)"
     )
     return confirmed(evidence, _fix(context, ids), f"target.hidden.{k}")
 
 
 def _fix(context: Context, ids: list[int]) -> str:
+    words = context.engine.WORDS
+    if _names_the_trained(context):
+        unread = context.engine.ids_unread(context.served)
+        why = f"{unread}: move them to {words.ids_key} at the top of the config" if unread else ""
+        return why or "the deployed config names the trained layers, and the server feeds others: update or report it"
     found = context.failed("layer-ids")
     if found is not None:
         return found.fix
     architecture = context.target.architecture if context.target else None
     right = context.engine.ids_that_capture(ids, context.target.layers if context.target else None, architecture)
-    return f"set eagle_config.eagle_aux_hidden_state_layer_ids to {right}" if right else FIX
+    return f"set {words.ids_key} to {right}" if right else f"{words.name_ids} ({words.counts} of layers)"
 
 
 def _by_config(context: Context, features: Features) -> Outcome:
     """Decide by the configs, if exactly the layers they make differ do differ."""
     ids = context.trained_ids
-    target = context.target
-    layers = target.layers if target else None
-    fed = (
-        context.engine.captured_inputs(context.served, layers, target.architecture if target else None)
-        if context.served
-        else None
-    )
-    # the engine captures layers as it reaches them, so the order of the list has no effect
-    fed = sorted(fed) if fed else fed
+    # a server that says itself what it feeds knows it better than its config does
+    told = context.serve.manifest.settings.get("layer_ids")
+    who, fed = ("the server says that its ids", list(told)) if told else ("the deployed ids", _captured(context))
     missing = "record the training side again with --features compute, which keeps every layer of the target"
     if ids is None or fed is None or len(fed) != len(ids):
         return not_tested("neither the layers themselves nor both configs' ids are known", missing)
@@ -130,7 +153,7 @@ def _by_config(context: Context, features: Features) -> Outcome:
     if wrong == [a != b for a, b in zip(fed, ids, strict=True)]:
         k = wrong.index(True)
         evidence = (
-            f"the deployed ids capture the inputs of layers {fed}, trained {ids}, and exactly those differ "
+            f"{who} capture the inputs of layers {fed}, trained {ids}, and exactly those differ "
             f"(layer {k}: channel error {features.matrix[k, k]:.1e}, {features.allowed[features.sites[k]]:.1e} allowed)"
         )
         return confirmed(evidence, _fix(context, ids), f"target.hidden.{k}")
@@ -151,8 +174,16 @@ CAUSES = (
         "layer-ids-default",
         "2.77 becomes 1.04: the deployed config names no ids and the engine guesses 2, L/2, L-3.",
         "As layer-ids-shifted, with no ids in the deployed config.",
-        "Name the ids in eagle_config.eagle_aux_hidden_state_layer_ids.",
+        "Name the ids in eagle_config.eagle_aux_hidden_state_layer_ids (vLLM: at the top of the config).",
         ("target.hidden.0",),
         check_default,
+    ),
+    Cause(
+        "layer-ids-ignored",
+        "Accept length near 1 on one server, or one model runner of it, and fine on another.",
+        "As layer-ids-shifted, while the deployed config names the trained layers.",
+        "Name the ids where every form of the engine reads them, or update the server.",
+        ("target.hidden.0",),
+        check_ignored,
     ),
 )

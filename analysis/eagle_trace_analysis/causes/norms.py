@@ -10,7 +10,11 @@ from eagle_trace_analysis.causes.base import Cause, Hypothesis, Outcome, as_trai
 from eagle_trace_analysis.evidence.context import Context
 from eagle_trace_analysis.replay.replay import Recomputed, Replay, Replayed
 
-NORMS = ("embed_norm", "hidden_norm", "mlp.norm")
+NORMS = ("embed_norm", "hidden_norm", "attn.q_a_norm", "attn.kv_a_norm", "mlp.norm")
+
+
+#: where a norm shows first, of the sites that any family has
+SITES = (*(f"layer.0.{name}" for name in NORMS), "norm")
 
 
 def _norm_sites(context: Context) -> list[str]:
@@ -222,7 +226,7 @@ CAUSES = (
         "Slightly lower accept length.",
         "Every norm recomputed with the deployed eps, and with the eps that the recorded rows show.",
         "Set rms_norm_eps in the deployed config as trained.",
-        ("layer.0.embed_norm", "layer.0.hidden_norm", "layer.0.mlp.norm", "norm"),
+        SITES,
         check_eps,
     ),
     Cause(
@@ -230,7 +234,7 @@ CAUSES = (
         "Accept length near 1.",
         "Every norm recomputed with 1 + w in place of w.",
         "Convert the norm weights (add or subtract 1) for the engine's convention.",
-        ("layer.0.embed_norm", "layer.0.hidden_norm", "layer.0.mlp.norm", "norm"),
+        SITES,
         check_offset,
     ),
 )

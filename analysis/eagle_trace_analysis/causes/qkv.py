@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from eagle_trace.families import EAGLE3
 from eagle_trace_analysis.causes.base import (
     RECORD_VALUES,
     Cause,
@@ -164,5 +165,6 @@ CAUSES = (
         "Store the projections in the order the engine splits them (q, k, v; head by head).",
         ("layer.0.attn.q", "layer.0.attn.k", "layer.0.attn.v"),
         check_order,
+        families=(EAGLE3.name,),  # latent attention has no projections of queries, keys and values side by side
     ),
 )

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from eagle_trace_analysis.causes.base import (
     RECORD_VALUES,
@@ -21,9 +23,13 @@ from eagle_trace_analysis.causes.base import (
 from eagle_trace_analysis.comparison.metrics import relative_error
 from eagle_trace_analysis.evidence.context import Context
 from eagle_trace_analysis.replay.replay import Recomputed, Replay, Replayed
+from eagle_trace_analysis.trainers.speculators import DECODER
 
+Real = NDArray[Any]
 #: shares of a head that are rotated in published models
 SHARES = (1.0, 0.5, 0.25, 0.75)
+#: powers of ten that are tried as a base of scaled frequencies, and how many
+THETAS = (2.0, 8.0, 61)
 
 
 def _sites(context: Context) -> list[str]:
@@ -44,8 +50,13 @@ def check_theta(context: Context) -> Outcome:
                 yield Hypothesis(f"the deployed {words}", replay.varied(rope=served), deployed=True)
         fitted = fit_theta(replay, node.step)
         if fitted is not None:
+            words = f"theta {fitted:.6g} (fitted to the recorded rotation)"
             plain = replace(mine, theta=fitted, kind="default", parameters={})
-            yield Hypothesis(f"theta {fitted:.6g} (fitted to the recorded rotation)", replay.varied(rope=plain))
+            yield Hypothesis(words if mine.kind == "default" else f"{words}, no scaling", replay.varied(rope=plain))
+        scaled = fit_scaled_theta(replay, node.step)
+        if scaled is not None:
+            words = f"theta {scaled:.6g} (fitted to the recorded rotation)"
+            yield Hypothesis(words, replay.varied(rope=replace(mine, theta=scaled)))
 
     return counterfactual(context, _sites(context), others, lambda _: _fix(context), own=("rope frequencies",))
 
@@ -58,20 +69,64 @@ def _fix(context: Context) -> str:
 def fit_theta(replay: Replay, step: int = 0) -> float | None:
     """The base of the frequencies that turned recorded q into recorded q_rope at a step, None if no rows show it.
 
-    Between positions that are 1 to 3 apart no pair goes round once, so the angle of pair i from one to the other is
-    their distance times theta^(-2 i / size). At position 0 every angle is 0.
+    Of a rotation without scaling, whose pair i turns by theta^(-2 i / size) per position.
+    """
+    frequency = _frequencies(replay, step)
+    if frequency is None:
+        return None
+    size = int(replay.form.head_dim * replay.form.rope.partial)
+    index = np.arange(1, len(frequency))
+    good = frequency[1:] > 1e-9
+    if not good.any():
+        return None
+    # small angles drown in rounding; the first pairs tell theta best
+    theta = np.exp(-np.log(frequency[1:][good]) * size / (2 * index[good]))
+    return float(np.median(theta[: max(1, size // 8)]))
+
+
+def fit_scaled_theta(replay: Replay, step: int = 0) -> float | None:
+    """The base with which the trained scaling comes nearest to the recorded rotation; None if there is no scaling."""
+    frequency, rope = _frequencies(replay, step), replay.form.rope
+    if frequency is None or rope.kind == "default":
+        return None
+    some = np.arange(1, max(3, len(frequency) // 4 + 1))
+    some = some[(some < len(frequency)) & (frequency[np.minimum(some, len(frequency) - 1)] > 1e-9)]
+    if not some.size:
+        return None
+
+    def off(power: float) -> float:
+        found = replace(rope, theta=10.0**power).frequencies(replay.form.head_dim)
+        return float("inf") if found is None else float(np.square(np.log(found[0][some] / frequency[some])).sum())
+
+    powers = np.linspace(*THETAS)
+    best = min(powers.tolist(), key=off)
+    low, high = best - (powers[1] - powers[0]), best + (powers[1] - powers[0])
+    for _ in range(60):
+        left, right = low + (high - low) / 3, high - (high - low) / 3
+        low, high = (low, right) if off(left) < off(right) else (left, high)
+    return float(10.0 ** ((low + high) / 2))
+
+
+def _frequencies(replay: Replay, step: int) -> Real | None:
+    """Angles per position that turned recorded q into recorded q_rope at a step [rotated / 2]; None if no rows show it.
+
+    Between positions that are 1 to 3 apart no pair goes round once, so the angle of a pair from one to the other is
+    their distance times its frequency. At position 0 every angle is 0.
     """
     size = int(replay.form.head_dim * replay.form.rope.partial)
     half = size // 2
-    before, after = (replay.recorded.values(f"layer.0.attn.{name}") for name in ("q", "q_rope"))
-    if before is None or after is None or half < 2:
+    found = _turned_queries(replay)
+    if found is None or half < 2:
         return None
-    rows = np.flatnonzero(before.present & after.present & (replay.recorded.keys.step == step))
+    before, after, there = found
+    rows = np.flatnonzero(there & (replay.recorded.keys.step == step))
     position, first = np.unique(replay.recorded.keys.position[rows], return_index=True)
     if not len(position):
         return None
-    x, y = (side.values[rows[first]].reshape(len(first), -1, replay.form.head_dim) for side in (before, after))
-    a, b, c, d = x[..., :half], x[..., half:size], y[..., :half], y[..., half:size]
+    neighbours = replay.form.rope.interleaved
+    one, other = (slice(0, size, 2), slice(1, size, 2)) if neighbours else (slice(0, half), slice(half, size))
+    x, y = before[rows[first]], after[rows[first]]
+    a, b, c, d = x[..., one], x[..., other], y[..., one], y[..., other]
     turned = (a * c + b * d).sum(axis=1) + 1j * (a * d - b * c).sum(axis=1)
     if position[0] > 0:
         position, turned = np.insert(position, 0, 0), np.insert(turned, 0, 1.0, axis=0)
@@ -80,14 +135,20 @@ def fit_theta(replay: Replay, step: int = 0) -> float | None:
     if not near.any():
         return None
     angle = np.angle(turned[1:][near] * np.conj(turned[:-1][near]))
-    frequency = np.median(angle / apart[near, None], axis=0)[1:]
-    index = np.arange(1, half)
-    good = frequency > 1e-9
-    if not good.any():
+    frequency: Real = np.median(angle / apart[near, None], axis=0)
+    return frequency
+
+
+def _turned_queries(replay: Replay) -> tuple[Real, Real, NDArray[np.bool_]] | None:
+    """What is rotated of the first layer's queries, before and after [S, heads, size], and the rows that have both."""
+    before, after = (replay.recorded.values(f"layer.0.attn.{name}") for name in ("q", "q_rope"))
+    size, latent = replay.form.head_dim, replay.form.latent
+    width = size + (latent.nope if latent is not None else 0)
+    if before is None or after is None or before.values.shape[1] % width or after.values.shape[1] % size:
         return None
-    # small angles drown in rounding; the first pairs tell theta best
-    theta = np.exp(-np.log(frequency[good]) * size / (2 * index[good]))
-    return float(np.median(theta[: max(1, half // 4)]))
+    x, y = before.values.reshape(len(before.values), -1, width), after.values.reshape(len(after.values), -1, size)
+    # of latent attention the last part of each head is rotated
+    return (x[..., width - size :], y, before.present & after.present) if x.shape[1] == y.shape[1] else None
 
 
 def check_layout(context: Context) -> Outcome:
@@ -101,7 +162,8 @@ def check_layout(context: Context) -> Outcome:
             yield Hypothesis(f"the deployed {served:g} of each head rotated", changed, deployed=True)
         flipped = replace(rope, interleaved=not rope.interleaved)
         words = "neighbouring elements rotated" if flipped.interleaved else "halves rotated"
-        yield Hypothesis(words, replay.varied(rope=flipped))
+        says = context.served_form is not None and context.served_form.rope.interleaved == flipped.interleaved
+        yield Hypothesis(words, replay.varied(rope=flipped), deployed=says)
         for share in dict.fromkeys((*SHARES, fit_share(replay))):
             if share is not None and share not in (rope.partial, served):
                 yield Hypothesis(f"{share:g} of each head rotated", replay.varied(rope=replace(rope, partial=share)))
@@ -110,32 +172,36 @@ def check_layout(context: Context) -> Outcome:
         context,
         _sites(context),
         others,
-        lambda words: (
-            as_trained(
-                context,
-                "rope",
-                ("rope",),
-                f"{_share(context)} of each head rotated",
-                f"rotate {_share(context)} of each head, as trained (partial_rotary_factor)",
-            )
-            if "of each head" in words
-            else f"the server has {words}: serve with the layout of the training, or permute q and k weights for it"
-        ),
+        lambda words: _layout_fix(context, words),
         own=("rope layout",),
     )
 
 
+def _layout_fix(context: Context, words: str) -> str:
+    if "of each head" in words:
+        return as_trained(
+            context,
+            "rope",
+            ("rope",),
+            f"{_share(context)} of each head rotated",
+            f"rotate {_share(context)} of each head, as trained (partial_rotary_factor)",
+        )
+    trained, served = context.form, context.served_form
+    if trained is not None and served is not None and trained.rope.interleaved != served.rope.interleaved:
+        return f"set rope_interleave {str(trained.rope.interleaved).lower()} in the deployed config, as trained"
+    return f"the server has {words}: serve with the layout of the training, or permute q and k weights for it"
+
+
 def fit_share(replay: Replay) -> float | None:
     """The share of a head that recorded q_rope turned: its last elements are those of q; None if no row shows it."""
-    before, after = (replay.recorded.values(f"layer.0.attn.{name}") for name in ("q", "q_rope"))
-    if before is None or after is None or before.values.shape != after.values.shape:
+    found = _turned_queries(replay)
+    rows = np.flatnonzero(found[2] & (replay.recorded.keys.position >= 1)) if found is not None else np.empty(0, int)
+    if found is None or not rows.size:
         return None
+    before, after, _ = found
     size = replay.form.head_dim
-    rows = np.flatnonzero(before.present & after.present & (replay.recorded.keys.position >= 1))
-    if not rows.size or before.values.shape[1] % size:
-        return None
-    off = np.abs(after.values[rows] - before.values[rows]).reshape(-1, size).max(axis=0)
-    scale = np.abs(before.values[rows]).max()
+    off = np.abs(after[rows] - before[rows]).reshape(-1, size).max(axis=0)
+    scale = np.abs(before[rows]).max()
     turned = np.flatnonzero(off > 1e-3 * scale)
     return float(turned[-1] + 1) / size if len(turned) else None
 
@@ -170,7 +236,8 @@ def check_tables(context: Context) -> Outcome:
 def check_reach(context: Context) -> Outcome:
     """Positions beyond the deployed max_position_embeddings."""
     longest = int(context.serve.rows.position.max(initial=0))
-    limit = context.served.get("max_position_embeddings")
+    # a server may have loaded what the trainer wrote
+    limit = context.served.get(DECODER, context.served).get("max_position_embeddings")
     if limit is None:
         return not_tested("the serve trace names no max_position_embeddings", "give --serve-draft")
     if longest < int(limit):

@@ -71,11 +71,11 @@ def _elsewhere(context: Context, one: Apart) -> bool:
         return True
     # an engine that shares the target's embedding holds another than the draft's folder has
     if one.name == "embed_tokens.weight" and one.held is None:
-        return context.agrees("embed") or _is_confirmed(context, "embedding-replaced")
+        return context.agrees("embed") or context.confirms("embedding-replaced")
     if one.name == "lm_head.weight" and context.other_algorithm is not None:
         return True  # it takes the target's head
     if one.name.startswith(("input_norm.", "fc_norm.")):
-        return _is_confirmed(context, "fc-norm-ignored")
+        return context.confirms("fc-norm-ignored")
     site = site_of_parameter(one.name)
     for cause in NARROWER:
         outcome = context.outcomes.get(cause)
@@ -85,11 +85,6 @@ def _elsewhere(context: Context, one: Apart) -> bool:
         if site in speaks_of or (outcome.changed is not None and _brings_down(context, site, outcome)):
             return True
     return False
-
-
-def _is_confirmed(context: Context, cause: str) -> bool:
-    outcome = context.outcomes.get(cause)
-    return outcome is not None and outcome.verdict == "confirmed"
 
 
 def _brings_down(context: Context, site: str | None, outcome: Outcome) -> bool:
@@ -160,8 +155,14 @@ def _head_rows(context: Context, kind: Kind) -> Kind:
 
 
 def _head(context: Context, name: str) -> int | None:
-    heads = re.search(r"self_attn\.[qkv]_proj\.weight$", name)
-    return context.form.head_dim if heads and context.form else None
+    """Rows of one head in a projection of heads, None for another tensor."""
+    form, found = context.form, re.search(r"self_attn\.(\w+)_proj\.weight$", name)
+    if form is None or found is None:
+        return None
+    latent = form.latent
+    if latent is None:
+        return form.head_dim if found.group(1) in ("q", "k", "v") else None
+    return {"q_b": latent.nope + form.head_dim, "kv_b": latent.nope + latent.value}.get(found.group(1))
 
 
 def _parts(context: Context, name: str) -> int:

@@ -8,14 +8,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eagle_trace_analysis.checkpoint.files import DTYPES, PIECE_BYTES, Checkpoint, StoredTensor, as_float32
-from eagle_trace_analysis.checkpoint.finding import Finding, TensorChange, passed, warned
+from eagle_trace_analysis.checkpoint.finding import Finding, TensorChange, passed, skipped, warned
 from eagle_trace_analysis.engines import SGLANG
 
 NAME = "reference"
+#: the change of a tensor whose values were not fetched, and that is alike in shape and dtype
+UNREAD = "unread"
 
 
-def compare(new: Checkpoint, old: Checkpoint) -> list[TensorChange]:
-    """All differences of `new` from `old`, by speculators' names; ``renamed`` is a change of name only."""
+def compare(new: Checkpoint, old: Checkpoint, most_fetched: int = 1 << 20) -> list[TensorChange]:
+    """All differences of `new` from `old`, by speculators' names; ``renamed`` is a change of name only.
+
+    Of folders that lie elsewhere, tensors of more than `most_fetched` bytes are not read: their change is `UNREAD`.
+    """
     ours = {SGLANG.canonical_name(t.name): t for t in new.tensors.values()}
     theirs = {SGLANG.canonical_name(t.name): t for t in old.tensors.values()}
     changes = [TensorChange(n, "gone", f"{_words(theirs[n])} is not in the draft") for n in theirs if n not in ours]
@@ -23,6 +28,10 @@ def compare(new: Checkpoint, old: Checkpoint) -> list[TensorChange]:
         other = theirs.get(name)
         if other is None:
             changes.append(TensorChange(name, "added", f"{_words(tensor)} is not in the reference"))
+            continue
+        alike = (tensor.shape, tensor.dtype) == (other.shape, other.dtype)
+        if alike and (tensor.remote or other.remote) and tensor.nbytes > most_fetched:
+            changes.append(TensorChange(name, UNREAD, "the values were not fetched"))
             continue
         change = _compare_tensor(name, tensor, other)
         if change is not None:
@@ -32,7 +41,7 @@ def compare(new: Checkpoint, old: Checkpoint) -> list[TensorChange]:
     return changes
 
 
-def summarise(changes: list[TensorChange], compared: int) -> Finding:
+def summarise(changes: list[TensorChange], compared: int, unread: int = 0) -> Finding:
     """One finding over all changes: a warning if any could change what the draft computes."""
     counts = {
         kind: sum(c.change == kind for c in changes)
@@ -41,6 +50,9 @@ def summarise(changes: list[TensorChange], compared: int) -> Finding:
     words = ", ".join(f"{count} {kind}" for kind, count in counts.items() if count)
     # t2d is not used in serving, and a rename is judged by weight-names
     harmless = {c.name for c in changes if c.change == "renamed" or (c.name == "t2d" and c.change in ("gone", "added"))}
+    if unread and len(harmless) == len(changes):
+        why = f"all {compared} tensors are the reference's in shape and dtype; the values of {unread} were not fetched"
+        return skipped(NAME, "", why)
     if not changes:
         return passed(NAME, "", f"all {compared} tensors equal the reference's")
     if len(harmless) == len(changes):

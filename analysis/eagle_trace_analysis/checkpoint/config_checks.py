@@ -7,6 +7,7 @@ from pathlib import Path
 
 from eagle_trace_analysis.checkpoint.files import as_float32
 from eagle_trace_analysis.checkpoint.finding import Finding, failed, passed, skipped, warned
+from eagle_trace_analysis.checkpoint.kinds import Kind, how_served
 from eagle_trace_analysis.checkpoint.subject import Subject
 from eagle_trace_analysis.engines.refusal import Refusal, shown
 
@@ -28,21 +29,21 @@ def check_format(subject: Subject) -> Finding:
     if kind is not None:
         said = f"architectures is {architectures}, and " if architectures else ""
         left = [name for name in subject.checkpoint.unlisted if not name.endswith(".safetensors")]
-        skips = f"; SGLang loads the safetensors alone and leaves {', '.join(left[:3])}" if left else ""
-        if kind.fits:
+        skips = f"; {subject.engine.TITLE} loads the safetensors alone and leaves {', '.join(left[:3])}" if left else ""
+        if subject.engine.loads_kind(kind.id, subject.served):
             return skipped(
                 "format",
                 "",
-                f"architectures is {architectures}, and the tensors are those of {kind.name}: {kind.marks}. Serve with "
-                f"--speculative-algorithm EAGLE3; this command knows {subject.engine.ARCHITECTURE} only, so nothing "
-                "else was checked",
+                f"architectures is {architectures}, and the tensors are those of {kind.name}: {kind.marks}; "
+                f"{how_served(kind.id, subject.served, subject.engine)}. This command knows "
+                f"{subject.engine.ARCHITECTURE} only, so nothing else was checked",
             )
         return failed(
             "format",
             "",
             f"{said}the tensors are those of {kind.name}: {kind.marks}{skips}. The other checks are for EAGLE-3 "
             "drafts, and were not made",
-            kind.served,
+            kind.advice or _advice(subject, kind),
         )
     other = next((other for other, names in subject.engine.OTHER_NAMES.items() if name in names), None)
     if other is not None:
@@ -62,6 +63,17 @@ def check_format(subject: Subject) -> Finding:
             f'set architectures to ["{subject.engine.ARCHITECTURE}"]',
         )
     return passed("format", "", f"{subject.engine.TITLE} format ({name})")
+
+
+def _advice(subject: Subject, kind: Kind) -> str:
+    """What to do with a draft of another kind."""
+    if kind.id == "unknown":
+        return "give the folder of an EAGLE-3 draft"
+    served = how_served(kind.id, subject.served, subject.engine)
+    return served + {
+        "latent": f"; this command knows {subject.engine.ARCHITECTURE} only",
+        "whole": "; if it is the target, give the draft's folder",
+    }.get(kind.id, "")
 
 
 def _ids_for(other: str, subject: Subject) -> str:
@@ -105,8 +117,8 @@ def check_config(subject: Subject) -> Finding:
         return failed(
             name,
             cause,
-            f"model_type is {kind}: from its {entry['class']} the engine cannot build a llama layer",
-            'set model_type to "llama"',
+            f"model_type is {kind}: from its {entry['class']} the engine cannot build {subject.engine.LAYER}",
+            f'set model_type to "{subject.engine.MODEL_TYPE}"',
         )
     imposed = [key for key, value in entry["imposes"].items() if subject.checkpoint.config.get(key, value) != value]
     if imposed and not subject.is_speculators:
@@ -116,7 +128,7 @@ def check_config(subject: Subject) -> Finding:
             name,
             cause,
             f"model_type is {kind}, whose {entry['class']} takes {taken} whatever the config says",
-            'set model_type to "llama"',
+            f'set model_type to "{subject.engine.MODEL_TYPE}"',
         )
     return passed(name, cause, f"every key is of a type that {entry['class']} and the engine take")
 
@@ -138,14 +150,15 @@ def _generation_config(folder: Path) -> list[Refusal]:
 
 
 def check_decoder(subject: Subject) -> Finding:
-    """What the decoder layer must be for the engine's class: a llama layer with silu and no biases.
+    """What the decoder layer must be for the engine's class: of its kind, with silu and no biases.
 
     A layer that was trained with speculators is what its config says. In a flat config `model_type` only picks the
     config class, so the tensors decide.
     """
     name, cause = "decoder-layer", "weights-dropped"
     source = subject.trained_layer or subject.full
-    kind = source.get("model_type", "llama")
+    layer, own = subject.engine.LAYER, subject.engine.MODEL_TYPE
+    kind = source.get("model_type", own)
     trained = [] if subject.training is None else subject.gaps
     problems = [gap.why for gap in trained if gap.setting in ("decoder", "activation")]
     if subject.full["hidden_act"] != "silu" and not any(gap.setting == "activation" for gap in trained):
@@ -164,17 +177,17 @@ def check_decoder(subject: Subject) -> Finding:
     else:
         problems += [gap.why for gap in trained if gap.setting == "bias"]
     if problems:
-        return failed(name, cause, "; ".join(problems), "retrain with a llama layer (silu, no biases, no q/k norms)")
+        return failed(name, cause, "; ".join(problems), f"retrain with {layer} (silu, no biases, no q/k norms)")
     others = _other_defaults(subject)
     if others:
         return warned(
             name,
             cause,
-            f"a llama layer by its tensors, but with model_type {kind} the engine takes {others}",
-            'write these keys as trained, or set model_type to "llama" if llama\'s defaults were',
+            f"{layer} by its tensors, but with model_type {kind} the engine takes {others}",
+            f'write these keys as trained, or set model_type to "{own}" if {own}\'s defaults were',
         )
-    said = "" if kind == "llama" else f" (model_type {kind} picks the config class only)"
-    return passed(name, cause, f"a llama layer with silu and no biases, as the engine computes{said}")
+    said = "" if kind == own else f" (model_type {kind} picks the config class only)"
+    return passed(name, cause, f"{layer} with silu and no biases, as the engine computes{said}")
 
 
 def _is_zero_bias(subject: Subject, name: str) -> bool:
@@ -184,21 +197,24 @@ def _is_zero_bias(subject: Subject, name: str) -> bool:
 
 
 def _other_defaults(subject: Subject) -> str:
-    """Defaults that the served `model_type` gives to absent keys and llama would not; shapes have their own checks."""
+    """Defaults that the served `model_type` gives to absent keys and the layer's own (llama) would not; shapes have
+    their own checks.
+    """
     if subject.trained_layer is not None or subject.engine.config_class(subject.served) is None:
         return ""
-    as_llama = subject.engine.with_defaults({**subject.served, "model_type": "llama"})
+    own = subject.engine.MODEL_TYPE
+    as_own = subject.engine.with_defaults({**subject.served, "model_type": own})
     found = [
-        f"{key} {subject.full.get(key)} (llama {as_llama.get(key)})"
+        f"{key} {subject.full.get(key)} ({own} {as_own.get(key)})"
         for key in ("rms_norm_eps", "max_position_embeddings", "tie_word_embeddings", "attention_bias")
-        if subject.served.get(key) is None and subject.full.get(key) != as_llama.get(key)
+        if subject.served.get(key) is None and subject.full.get(key) != as_own.get(key)
     ]
-    ours, llama = (
-        subject.engine.rope_settings(config) for config in (subject.served, {**subject.served, "model_type": "llama"})
+    ours, theirs = (
+        subject.engine.rope_settings(config) for config in (subject.served, {**subject.served, "model_type": own})
     )
     found += [
-        f"{key} {ours.get(key)} (llama {llama.get(key)})"
+        f"{key} {ours.get(key)} ({own} {theirs.get(key)})"
         for key in ("rope_theta", "partial_rotary_factor", "rope_type")
-        if ours.get(key) != llama.get(key)
+        if ours.get(key) != theirs.get(key)
     ]
     return ", ".join(found)

@@ -42,6 +42,11 @@ def read_trained_config(draft: Path) -> tuple[dict[str, Any], Trainer]:
     """
     config = read_config(draft)
     trainer = trainer_of(config)
+    if trainer is None and config.get("kv_lora_rank") is not None:
+        raise CheckpointError(
+            f"{draft} is a draft with latent attention, which its trainers write as servers load it: deploy the folder "
+            "as it is"
+        )
     if trainer is None or DECODER not in config:
         raise CheckpointError(f"{draft} is not in speculators format: its config has no {DECODER}")
     refuse_other_types(draft, config.get("speculators_model_type"))

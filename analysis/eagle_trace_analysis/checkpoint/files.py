@@ -15,9 +15,9 @@ import json
 import struct
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import ml_dtypes
 import numpy as np
@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from eagle_trace.checkpoints import read_config
 from eagle_trace.errors import CheckpointError
+from eagle_trace_analysis.checkpoint.remote import is_remote
 from eagle_trace_analysis.checkpoint.torchfile import read_torch_file
 
 #: bytes of a tensor read at once
@@ -59,7 +60,8 @@ class StoredTensor:
 
     Attributes:
         name: as stored.
-        dtype: safetensors' name of it (``BF16``).
+        dtype: safetensors' name of it (``BF16``); empty if only an index names the tensor.
+        file: what it lies in; of a remote folder, what reads it (`remote.RemotePath`).
         start, nbytes: its place in `file`.
         strides: in elements; None where the elements lie in order, as safetensors always has them.
     """
@@ -82,6 +84,11 @@ class StoredTensor:
         """A dtype that `read` gives as numbers with a fraction."""
         return self.dtype in DTYPE_NAMES
 
+    @property
+    def remote(self) -> bool:
+        """Whether reading costs a request."""
+        return is_remote(self.file)
+
     def read(self) -> NDArray[Any]:
         """The whole tensor in its stored dtype. For small ones: use `pieces` or `rows` for matrices.
 
@@ -98,11 +105,15 @@ class StoredTensor:
             picked: NDArray[Any] = self._gathered()[np.asarray(indices)]
             return picked
         width = self.nbytes // self.shape[0]
+        if self.remote and len(indices) > 1 and np.all(np.diff(np.asarray(indices)) == 1):
+            # neighbours are one request
+            raw = self._read(int(indices[0]) * width, len(indices) * width)
+            return raw.reshape(len(indices), *self.shape[1:])
         out = np.empty((len(indices), width), np.uint8)
-        with self.file.open("rb") as file:
+        with _open(self.file) as file:
             for place, index in enumerate(indices):
                 file.seek(self.start + int(index) * width)
-                if file.readinto(out[place].data) != width:
+                if file.readinto(out[place].data) != width:  # type: ignore[attr-defined]
                     raise CheckpointError(f"{self.file} ends inside the tensor {self.name}: the file is truncated")
         return out.view(self._numpy_dtype()).reshape(len(indices), *self.shape[1:])
 
@@ -146,12 +157,17 @@ class StoredTensor:
         return DTYPES[self.dtype]
 
     def _read(self, start: int, nbytes: int) -> NDArray[Any]:
-        with self.file.open("rb") as file:
+        with _open(self.file) as file:
             file.seek(self.start + start)
             data = file.read(nbytes)
         if len(data) != nbytes:
             raise CheckpointError(f"{self.file} ends inside the tensor {self.name}: the file is truncated")
         return np.frombuffer(data, self._numpy_dtype())
+
+
+def _open(file: Path) -> IO[bytes]:
+    """A file of which single places are read: of a remote one, nothing beside them."""
+    return file.open("rb", buffering=0) if is_remote(file) else file.open("rb")
 
 
 @dataclass(frozen=True)
@@ -162,6 +178,8 @@ class Checkpoint:
         tensors: by stored name.
         unlisted: weight files that SGLang skips: not named by the index, or of a kind it only reads alone.
         repeated: names that more than one file holds; which one SGLang keeps is chance.
+        metadata: what the headers say beside the tensors.
+        index_only: the weights are not there, their index is; tensors have a name and nothing else.
     """
 
     folder: Path
@@ -169,6 +187,8 @@ class Checkpoint:
     tensors: Mapping[str, StoredTensor]
     unlisted: tuple[str, ...] = ()
     repeated: tuple[str, ...] = ()
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    index_only: bool = False
 
     @property
     def files(self) -> list[Path]:
@@ -176,20 +196,30 @@ class Checkpoint:
         return sorted({tensor.file for tensor in self.tensors.values()})
 
 
-def open_checkpoint(folder: Path) -> Checkpoint:
+def open_checkpoint(folder: Path, *, index_alone: bool = False) -> Checkpoint:
     """Config and headers of a checkpoint; no tensor is read.
+
+    Args:
+        folder: where it lies.
+        index_alone: whether an index without its files will do.
 
     Raises:
         CheckpointError: something is missing or damaged; the message says what.
     """
     config = read_config(folder)
+    if index_alone and not _present(folder)[0] and (folder / INDEX).is_file():
+        names = _weight_map(folder / INDEX)
+        empty = {name: StoredTensor(name, "", (), folder / file, 0, 0) for name, file in names.items()}
+        return Checkpoint(folder, config, empty, index_only=True)
     files, unlisted = weight_files(folder)
-    stored = [tensor for file in files for tensor in read_header(file)]
+    headers = [_header(file) for file in files]
+    stored = [tensor for tensors, _ in headers for tensor in tensors]
+    metadata = {key: value for _, said in headers for key, value in said.items()}
     if not stored:
         raise CheckpointError(f"{folder} holds no tensors")
     counts = Counter(tensor.name for tensor in stored)
     repeated = tuple(name for name, count in counts.items() if count > 1)
-    return Checkpoint(folder, config, {tensor.name: tensor for tensor in stored}, unlisted, repeated)
+    return Checkpoint(folder, config, {tensor.name: tensor for tensor in stored}, unlisted, repeated, metadata)
 
 
 def has_weights(folder: Path) -> bool:
@@ -234,17 +264,24 @@ def weight_files(folder: Path) -> tuple[list[Path], tuple[str, ...]]:
     )
 
 
-def _listed(folder: Path, index: Path) -> list[str]:
+def _weight_map(index: Path) -> dict[str, str]:
+    """The file of each tensor, as an index names it."""
     try:
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        listed = sorted({str(name) for name in weight_map.values()})
+        found = {str(name): str(file) for name, file in weight_map.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(
             f"{index} is no index of safetensors files: it needs a JSON object with weight_map"
         ) from error
-    for name in listed:
+    for name in found.values():
         if Path(name).name != name:
             raise CheckpointError(f"{index} names {name!r}, which is not a file beside it")
+    return found
+
+
+def _listed(folder: Path, index: Path) -> list[str]:
+    listed = sorted(set(_weight_map(index).values()))
+    for name in listed:
         if not (folder / name).is_file():
             raise CheckpointError(f"{folder} is incomplete: its index names {name}, which is not there")
     return listed
@@ -267,13 +304,18 @@ def read_header(file: Path) -> list[StoredTensor]:
     Raises:
         CheckpointError: the file is truncated or not in the format its name says.
     """
+    return _header(file)[0]
+
+
+def _header(file: Path) -> tuple[list[StoredTensor], dict[str, str]]:
+    """The tensors of one weight file, and what its header says beside them."""
     if file.exists() and not file.is_file():
         raise CheckpointError(f"{file} is not a file")
     if file.suffix != ".safetensors":
         return [
             StoredTensor(one.name, one.dtype, one.shape, file, one.start, one.nbytes, one.strides)
             for one in read_torch_file(file)
-        ]
+        ], {}
     try:
         size = file.stat().st_size
         with file.open("rb") as stream:
@@ -294,7 +336,9 @@ def read_header(file: Path) -> list[StoredTensor]:
         raise CheckpointError(f"{file} is damaged: its safetensors header is not JSON") from error
     if not isinstance(header, dict):
         raise CheckpointError(f"{file} is damaged: its safetensors header is not a JSON object")
-    return [_stored(file, name, entry, 8 + length, size) for name, entry in header.items() if name != "__metadata__"]
+    said = header.pop("__metadata__", None)
+    metadata = {str(key): str(value) for key, value in said.items()} if isinstance(said, dict) else {}
+    return [_stored(file, name, entry, 8 + length, size) for name, entry in header.items()], metadata
 
 
 def _stored(file: Path, name: str, entry: Any, base: int, size: int) -> StoredTensor:

@@ -59,7 +59,12 @@ class TensorChange:
 
 @dataclass(frozen=True)
 class CheckResult:
-    """All findings on a draft, in the order of the checks."""
+    """All findings on a draft, in the order of the checks.
+
+    Attributes:
+        trainer: who trained the draft, and by what that was told; empty if nothing says so.
+        fetched: bytes that were fetched of folders that lie elsewhere; None if all are local.
+    """
 
     draft: str
     format: str
@@ -67,6 +72,11 @@ class CheckResult:
     target: str | None = None
     reference: str | None = None
     changes: Sequence[TensorChange] = field(default=())
+    trainer: str = ""
+    fetched: int | None = None
+    #: the engine that it is judged for, with its release; why this one, where nobody named it
+    engine: str = ""
+    why: str = ""
 
     def count(self, status: Status) -> int:
         """How many findings have this status."""
@@ -84,6 +94,10 @@ class CheckResult:
             "format": self.format,
             "target": self.target,
             "reference": self.reference,
+            "trainer": self.trainer or None,
+            "fetched": self.fetched,
+            "engine": self.engine,
+            "engine_chosen": self.why or None,
             "counts": {status.value: self.count(status) for status in Status},
             "findings": [
                 {

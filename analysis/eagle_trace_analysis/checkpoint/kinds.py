@@ -1,7 +1,8 @@
 """Which kind of draft a folder holds, told by its tensors: a class name in a config is easily wrong.
 
 The marks were read from the classes that load each kind, `sglang/srt/models/` with `llama_eagle`, `llama_eagle3`,
-`dflash`, `dspark`, `*_mtp` and `*_nextn`, and from the exporters of the other projects.
+`dflash`, `dspark`, `*_mtp` and `*_nextn`, and from the exporters of the other projects. How a kind is served is the
+engine's to say (`Engine.serves_kind`).
 """
 
 from __future__ import annotations
@@ -9,32 +10,25 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from eagle_trace.errors import CheckpointError
+from eagle_trace.families import EAGLE3_MLA
 from eagle_trace_analysis.checkpoint.files import StoredTensor
-from eagle_trace_analysis.engines.sglang import engine
+from eagle_trace_analysis.engines import ENGINES, SGLANG, Engine
 
 Tensors = Mapping[str, StoredTensor]
 
-#: classes of SGLang that load a block-diffusion draft
-DFLASH_CLASSES = frozenset(
-    {"DFlashDraftModel", "DFlash2DraftModel", "DFlash2BeamDraftModel", "DFlashLagunaForCausalLM"}
-)
-NOT_IN_SGLANG = f"{engine.ENGINE} has no class for it"
+#: what latent attention takes the entering rows with
+LATENT = ("q_a_proj", "kv_a_proj_with_mqa")
 
-
-#: what serves drafts of speculators' other types, by `speculators_model_type`
+#: speculators' other types (`speculators_model_type`), as kinds
 SPECULATORS_TYPES = {
-    "eagle": "SGLang serves an EAGLE-1 head with --speculative-algorithm EAGLE, from a flat config",
-    "peagle": f"{NOT_IN_SGLANG}; vLLM serves the folder as it is",
-    "dflash": "SGLang serves a DFlash draft with --speculative-algorithm DFLASH, from a flat config",
-    "dflash2": "SGLang serves a DFlash draft with --speculative-algorithm DFLASH, from a flat config",
-    "dspark": "SGLang serves a DSpark draft with --speculative-algorithm DSPARK, from a flat config",
-    "mtp": "SGLang serves native MTP layers with --speculative-algorithm EAGLE, under the class of the target's family",
-    "mlp": f"{NOT_IN_SGLANG}; vLLM has one (method mlp_speculator)",
-}
+    "eagle": "eagle1", "peagle": "peagle", "dflash": "dflash", "dflash2": "dflash", "dspark": "dspark", "mtp": "mtp",
+    "mlp": "mlp",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -42,43 +36,65 @@ class Kind:
     """What a folder holds if it is not an EAGLE-3 draft of the class this command knows.
 
     Attributes:
+        id: by which an engine knows it.
         name: with its article (``an EAGLE-1 or EAGLE-2 head``).
         marks: the tensors by which it was told.
-        served: how it is served, if it is.
-        fits: whether it is an EAGLE-3 draft all the same, and the config names the class that loads it.
+        advice: what to do with it whatever the engine; empty if that is the engine's to say.
     """
 
+    id: str
     name: str
     marks: str
-    served: str
-    fits: bool = False
+    advice: str = ""
 
 
-def refuse_other_types(folder: Path, kind: Any) -> None:
+def how_served(kind: str, config: Mapping[str, Any], engine: Engine) -> str:
+    """How an engine serves a kind of draft, or which other one does."""
+    own = engine.serves_kind(kind, config)
+    if own:
+        return own
+    others = [
+        f"{other.TITLE} has one: {said}"
+        for other in ENGINES.values()
+        if other is not engine and (said := other.serves_kind(kind, config))
+    ]
+    as_eagle3 = "; as an EAGLE-3 draft it would be asked what it was not trained for" if kind == "peagle" else ""
+    return f"{engine.ENGINE} has no class for it{as_eagle3}{'; ' if others else ''}{'; '.join(others)}"
+
+
+def refuse_other_types(folder: Path, kind: Any, engine: Engine = SGLANG) -> None:
     """Refuse a speculators folder of another `speculators_model_type` than eagle3, with what serves it.
 
     Raises:
         CheckpointError: it is of another type.
     """
-    if kind != "eagle3":
-        served = SPECULATORS_TYPES.get(str(kind), "what serves it is not known here")
-        raise CheckpointError(f"{folder} is a {kind} speculator, not eagle3: {served}")
+    if kind == "eagle3":
+        return
+    known = SPECULATORS_TYPES.get(str(kind))
+    served = f"for {engine.TITLE}, {how_served(known, {}, engine)}" if known else "what serves it is not known here"
+    flat = (
+        ", from a flat config" if known and "speculators" not in engine.READS and engine.serves_kind(known, {}) else ""
+    )
+    raise CheckpointError(f"{folder} is a {kind} speculator, not eagle3: {served}{flat}")
 
 
-def recognise(tensors: Tensors, config: Mapping[str, Any]) -> Kind | None:
-    """The kind of draft, or None for an EAGLE-3 draft of `engine.ARCHITECTURE` (or what cannot be told from one).
+def recognise(tensors: Tensors, config: Mapping[str, Any], engine: Engine = SGLANG) -> Kind | None:
+    """The kind of draft, or None for an EAGLE-3 draft of the engine's class (or what cannot be told from one).
 
     Args:
         tensors: by speculators' names (`engine.canonical_name`).
         config: the flat config; read for sizes and class, never for the kind where tensors tell it.
+        engine: what is to serve it, with the tables of the class that the config names.
     """
-    for look in _LOOKS:
+    looks: tuple[_Look, ...] = (*_BEFORE_ATTENTION, partial(_other_attention, engine), *_BEHIND_ATTENTION)
+    for look in looks:
         kind = look(tensors, config)
         if kind is not None:
             return kind
-    if is_eagle3(tensors, config) or _architecture(config) in (engine.ARCHITECTURE, None):
+    if is_eagle3(tensors, config) or _architecture(config) in (*engine.ARCHITECTURES, None):
         return None
     return Kind(
+        "unknown",
         "not a draft of a kind known here",
         "no layers.0.hidden_norm, and no first layer that takes embedding and hidden state side by side",
         "give the folder of an EAGLE-3 draft",
@@ -99,12 +115,12 @@ def hidden_size(tensors: Tensors, config: Mapping[str, Any]) -> int:
         stored = tensors.get(name)
         if stored is not None and len(stored.shape) == 1:
             return stored.shape[0]
-    return int(engine.with_defaults(config)["hidden_size"])
+    return int(SGLANG.with_defaults(config)["hidden_size"])
 
 
 def _entering(tensors: Tensors) -> int | None:
     """How many numbers enter the first layer's attention, also of one packed in 4 bits; None without any."""
-    for part in ("q_proj", "k_proj", "v_proj", "qkv_proj"):
+    for part in ("q_proj", "k_proj", "v_proj", "qkv_proj", *LATENT):
         for ending in ("weight", "weight_packed", "qweight"):
             stored = tensors.get(f"layers.0.self_attn.{part}.{ending}")
             if stored is None or len(stored.shape) != 2:
@@ -132,26 +148,22 @@ def _adapter(tensors: Tensors, _: Mapping[str, Any]) -> Kind | None:
     found = _with(tensors, r"\.lora_(A|B|embedding_[AB])\.|\.lora_[AB]$")
     if len(found) < len(tensors):
         return None
-    return Kind("a LoRA adapter", f"all tensors are of an adapter ({found[0]}, ...)", "merge it into its draft first")
+    marks = f"all tensors are of an adapter ({found[0]}, ...)"
+    return Kind("adapter", "a LoRA adapter", marks, "merge it into its draft first")
 
 
 def _parallel(tensors: Tensors, _: Mapping[str, Any]) -> Kind | None:
     found = _with(tensors, r"(^|\.)(mask_hidden|mask_embed(ding)?|mask_token_embed(ding)?)(\.weight)?$")
     if not found or not any(name.startswith("fc.") for name in tensors):
         return None
-    return Kind(
-        "a P-EAGLE draft (all tokens of a draft in one forward)",
-        f"there is a {found[0]}",
-        f"{NOT_IN_SGLANG}: as an EAGLE-3 draft it would be asked what it was not trained for; vLLM serves it "
-        "(method eagle3 with parallel_drafting)",
-    )
+    return Kind("peagle", "a P-EAGLE draft (all tokens of a draft in one forward)", f"there is a {found[0]}")
 
 
 def _dspark(tensors: Tensors, _: Mapping[str, Any]) -> Kind | None:
     found = _with(tensors, r"^(markov_head|confidence_head|markov)\.")
     if not found:
         return None
-    return Kind("a DSpark draft", f"there is a {found[0]}", "serve with --speculative-algorithm DSPARK")
+    return Kind("dspark", "a DSpark draft", f"there is a {found[0]}")
 
 
 def _dflash(tensors: Tensors, config: Mapping[str, Any]) -> Kind | None:
@@ -159,30 +171,22 @@ def _dflash(tensors: Tensors, config: Mapping[str, Any]) -> Kind | None:
     top = ("fc.weight" in tensors and "hidden_norm.weight" in tensors) or alias
     if not top or "layers.0.hidden_norm.weight" in tensors or _entering(tensors) == 2 * hidden_size(tensors, config):
         return None
-    right = _architecture(config) in DFLASH_CLASSES
-    served = "serve with --speculative-algorithm DFLASH"
-    if not right:
-        served += ', with architectures ["DFlashDraftModel"]'
-    return Kind(
-        "a DFlash draft (a block of tokens in one forward)", "one hidden_norm behind fc, none in a layer", served
-    )
+    marks = "one hidden_norm behind fc, none in a layer"
+    return Kind("dflash", "a DFlash draft (a block of tokens in one forward)", marks)
 
 
 def _medusa(tensors: Tensors, _: Mapping[str, Any]) -> Kind | None:
     hydra = _with(tensors, r"^hydra_(head|mlp|lm_head)")
     if hydra:
-        return Kind("Hydra heads", f"there is a {hydra[0]}", NOT_IN_SGLANG)
+        return Kind("hydra", "Hydra heads", f"there is a {hydra[0]}")
     found = _with(
         tensors, r"^(medusa_heads?\.|heads\.\d+\.)?\d+\.\d+\.(linear\.)?(weight|bias)$|^medusa|^blocks\.\d+\.layers\."
     )
     if found and not _with(tensors, r"self_attn"):
-        return Kind(
-            "Medusa heads", f"there is a {found[0]} and no attention", f"{NOT_IN_SGLANG}; vLLM has one (method medusa)"
-        )
+        return Kind("medusa", "Medusa heads", f"there is a {found[0]} and no attention")
     mlp = _with(tensors, r"^(speculator\.)?(emb|proj|head)\.\d+\.weight$")
     if len(mlp) >= 3 and not _with(tensors, r"self_attn"):
-        return Kind("an MLP speculator", f"there is a {mlp[0]} and no attention",
-                    f"{NOT_IN_SGLANG}; vLLM has one (method mlp_speculator)")  # fmt: skip
+        return Kind("mlp", "an MLP speculator", f"there is a {mlp[0]} and no attention")
     return None
 
 
@@ -191,24 +195,22 @@ def _mtp(tensors: Tensors, _: Mapping[str, Any]) -> Kind | None:
     if not found:
         return None
     whole = _with(tensors, r"(^|\.)layers\.0\.") and len(found) < len(tensors) // 2
-    return Kind(
-        "a whole model with native MTP layers" if whole else "a native MTP (NEXTN) layer",
-        f"there is a {found[0]}",
-        "serve with --speculative-algorithm EAGLE (NEXTN is its other name), with the class of the target's family",
-    )
+    name = "a whole model with native MTP layers" if whole else "a native MTP (NEXTN) layer"
+    return Kind("mtp", name, f"there is a {found[0]}")
 
 
-def _other_attention(tensors: Tensors, config: Mapping[str, Any]) -> Kind | None:
-    found = _with(tensors, r"^layers\.0\.self_attn\.(q_a_proj|kv_a_proj_with_mqa|kv_b_proj|fused_qkv_a_proj)")
-    if not found or not ("fc.weight" in tensors or "layers.0.hidden_norm.weight" in tensors):
+def _other_attention(engine: Engine, tensors: Tensors, _: Mapping[str, Any]) -> Kind | None:
+    """An EAGLE-3 draft with another attention than that of the class which its config names."""
+    if not ("fc.weight" in tensors or "layers.0.hidden_norm.weight" in tensors):
         return None
-    return Kind(
-        "an EAGLE-3 draft with latent attention (MLA)",
-        f"there is a {found[0]}",
-        'serve with --speculative-algorithm EAGLE3 and architectures ["Eagle3DeepseekV2ForCausalLM"]; this command '
-        f"knows {engine.ARCHITECTURE} only",
-        fits=_architecture(config) == "Eagle3DeepseekV2ForCausalLM",
-    )
+    found = _with(tensors, rf"^(model\.)?layers\.0\.self_attn\.({'|'.join(LATENT)}|kv_b_proj|fused_qkv_a_proj)")
+    if EAGLE3_MLA.name != engine.FAMILY:
+        name = "an EAGLE-3 draft with latent attention (MLA)"
+        return Kind("latent", name, f"there is a {found[0]}") if found else None
+    other = _with(tensors, r"^layers\.0\.self_attn\.(qkv|q|k|v)_proj\.")
+    if found or not other:
+        return None
+    return Kind("llama", "an EAGLE-3 draft with a llama layer", f"there is a {other[0]}")
 
 
 def _eagle1(tensors: Tensors, config: Mapping[str, Any]) -> Kind | None:
@@ -217,14 +219,8 @@ def _eagle1(tensors: Tensors, config: Mapping[str, Any]) -> Kind | None:
         return None
     if _entering(tensors) is None and not _with(tensors, r"^layers\.0\."):
         return None
-    own = {"qwen2": "Qwen2ForCausalLMEagle", "mistral": "MistralForCausalLMEagle"}.get(
-        str(config.get("model_type")), "LlamaForCausalLMEagle"
-    )
-    return Kind(
-        "an EAGLE-1 or EAGLE-2 head",
-        f"fc takes embedding and one hidden state ({list(fc.shape)}), and no layer has a hidden_norm",
-        f'serve with --speculative-algorithm EAGLE and architectures ["{own}"]',
-    )
+    marks = f"fc takes embedding and one hidden state ({list(fc.shape)}), and no layer has a hidden_norm"
+    return Kind("eagle1", "an EAGLE-1 or EAGLE-2 head", marks)
 
 
 def _whole(tensors: Tensors, config: Mapping[str, Any]) -> Kind | None:
@@ -234,14 +230,10 @@ def _whole(tensors: Tensors, config: Mapping[str, Any]) -> Kind | None:
         return None
     if _entering(tensors) not in (None, hidden_size(tensors, config)) or "d2t" in tensors:
         return None
-    return Kind(
-        "a whole language model",
-        f"{layers} decoder layer{'s' if layers > 1 else ''} that take the embedding alone, and no fc",
-        "as a draft of its own it is served with --speculative-algorithm STANDALONE (it needs the target's tokenizer); "
-        "if it is the target, give the draft's folder",
-    )
+    marks = f"{layers} decoder layer{'s' if layers > 1 else ''} that take the embedding alone, and no fc"
+    return Kind("whole", "a whole language model", marks)
 
 
-_LOOKS: tuple[Callable[[Tensors, Mapping[str, Any]], Kind | None], ...] = (
-    _adapter, _medusa, _mtp, _dspark, _parallel, _other_attention, _dflash, _eagle1, _whole,
-)  # fmt: skip
+_Look = Callable[[Tensors, Mapping[str, Any]], Kind | None]
+_BEFORE_ATTENTION: tuple[_Look, ...] = (_adapter, _medusa, _mtp, _dspark, _parallel)
+_BEHIND_ATTENTION: tuple[_Look, ...] = (_dflash, _eagle1, _whole)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from eagle_trace_analysis.checkpoint.finding import Finding, failed, passed, skipped, warned
-from eagle_trace_analysis.checkpoint.subject import Subject
+from eagle_trace_analysis.checkpoint.subject import Subject, named_inputs
 from eagle_trace_analysis.checkpoint.width import feeds_one
 
 SINGLE = "single-layer-features"
@@ -23,13 +23,18 @@ def check_layer_ids(subject: Subject) -> Finding:
         )
     if feeds_one(subject):
         return skipped(name, SHIFTED, "not checked: a head of one feature names no layers (see aux-hidden-state)")
-    fault = _cannot_capture(subject)
-    if fault is not None:
-        return fault
     given = subject.engine.layer_ids(subject.served)
     inputs = subject.engine.captured_inputs(subject.served, subject.target_layers, subject.target_architecture)
+    fault = _cannot_capture(subject) or _miscounted(subject, given, inputs)
+    # ids that are to be changed anyhow are not to be moved
+    fault = fault or (None if subject.trained_ids not in (None, inputs) else _unread(subject))
+    if fault is not None:
+        return fault
     if subject.trained_ids is not None:
         return _against_training(subject, given, inputs)
+    told = _as_the_trainer_counts(subject, given, inputs)
+    if told is not None:
+        return told
     if given is None:
         top = subject.served.get("eagle_aux_hidden_state_layer_ids")
         lost = f" (the top-level {top} is not read)" if top else ""
@@ -37,9 +42,9 @@ def check_layer_ids(subject: Subject) -> Finding:
         return warned(
             name,
             DEFAULTED,
-            f"eagle_config names no layer ids{lost}: the engine guesses the inputs of layers 2, L/2 and L-3{guess}",
-            "name the trained ids less one in eagle_config.eagle_aux_hidden_state_layer_ids, or pass "
-            "--reference to compare",
+            f"{_where(subject)} names no layer ids{lost}: the engine guesses the inputs of layers 2, L/2 and "
+            f"L-3{guess}",
+            f"{subject.engine.WORDS.name_ids}, or pass --reference to compare{_not_exported(subject)}",
         )
     if subject.target is None and subject.engine.copied_from_training(given) is not None:
         layers = subject.engine.copied_from_training(given)
@@ -82,6 +87,49 @@ def check_layer_ids(subject: Subject) -> Finding:
     )
 
 
+def _not_exported(subject: Subject) -> str:
+    """Where else a trainer may have been told its layers."""
+    if subject.origin is None or subject.origin.trainer.NAMES_LAYERS:
+        return ""
+    title = subject.origin.trainer.TITLE
+    return f"; {title} does not export the ids of its recipe (aux_hidden_state_layer_ids): give it as --recipe"
+
+
+def _miscounted(subject: Subject, given: list[int] | None, inputs: list[int] | None) -> Finding | None:
+    """Ids that their trainer counts in another way than the engine; None where nothing is known of a training."""
+    origin = subject.origin
+    if origin is None or subject.trained_ids is not None or given is None:
+        return None
+    meant, layers = named_inputs(origin.trainer, subject.served, subject.target), subject.target_layers
+    if meant is None or meant == inputs or (layers is not None and max(meant) > layers):
+        return None
+    right = subject.engine.ids_that_capture(meant, layers, subject.target_architecture)
+    title = origin.trainer.TITLE
+    return warned(
+        "layer-ids",
+        SHIFTED,
+        f"{title} counts layers by their outputs: its ids {given} are the inputs of layers {meant}, and "
+        f"{subject.engine.TITLE} feeds the inputs of layers {inputs}",
+        f"if {title} wrote these ids, write {right} as {subject.engine.WORDS.ids_key}"
+        if right
+        else "no list makes the engine capture these layers: serve it with another, or with another target class",
+    )
+
+
+def _as_the_trainer_counts(subject: Subject, given: list[int] | None, inputs: list[int] | None) -> Finding | None:
+    """A pass by what is known of the trainer: its default is the engine's, or it names all that it fed."""
+    origin, name = subject.origin, "layer-ids"
+    if origin is None or inputs is None or not origin.trainer.NAMES_LAYERS:
+        return None
+    title, target = origin.trainer.TITLE, subject.target
+    if given is None and target is not None and origin.trainer.default_layers(target.layers) == inputs:
+        return passed(name, DEFAULTED, f"no ids are named: {title} and the engine feed the inputs of layers {inputs}")
+    if given is not None and origin.sure and named_inputs(origin.trainer, subject.served, target) == inputs:
+        why = f"{title} counts layers by their outputs: ids {given} make the engine feed the inputs of layers {inputs}"
+        return passed(name, SHIFTED, why)
+    return None
+
+
 def _cannot_capture(subject: Subject) -> Finding | None:
     given = subject.engine.layer_ids(subject.served)
     inputs = subject.engine.captured_inputs(subject.served, subject.target_layers, subject.target_architecture)
@@ -105,6 +153,26 @@ def _cannot_capture(subject: Subject) -> Finding | None:
             "name distinct layers of the target",
         )
     return None
+
+
+def _where(subject: Subject) -> str:
+    """The object of the config that should name the layers."""
+    return subject.engine.WORDS.ids_key.rpartition(".")[0] or "the config"
+
+
+def _unread(subject: Subject) -> Finding | None:
+    """Ids that one form of the engine takes and another does not, where they are not what that one guesses."""
+    unread, given = subject.engine.ids_unread(subject.served), subject.engine.layer_ids(subject.served)
+    layers = subject.target_layers
+    if not unread or (layers is not None and given == subject.engine.default_inputs(layers)):
+        return None
+    guess = "2, L/2, L-3" if layers is None else subject.engine.default_inputs(layers)
+    return warned(
+        "layer-ids",
+        "layer-ids-ignored",
+        f"{unread}, and feeds the inputs of layers {guess} instead of {given}",
+        f"move the ids to {subject.engine.WORDS.ids_key} at the top of the config",
+    )
 
 
 def _of_speculators(subject: Subject) -> Finding:
@@ -146,7 +214,8 @@ def _of_speculators(subject: Subject) -> Finding:
     return passed(
         name,
         SHIFTED,
-        f"trained on the inputs of layers {ids}{'' if named else ' (the default)'}; SGLang counts outputs, "
+        f"trained on the inputs of layers {ids}{'' if named else ' (the default)'}; {subject.engine.TITLE} counts "
+        f"{subject.engine.WORDS.counts}, "
         f"so `eagle-trace export{' --target' if subject.target else ''}` writes {exported}"
         + (
             ""
@@ -179,7 +248,7 @@ def _against_training(subject: Subject, given: list[int] | None, inputs: list[in
     name, trained = "layer-ids", subject.trained_ids or []
     right = subject.engine.ids_that_capture(trained, subject.target_layers, subject.target_architecture)
     fix = (
-        f"set eagle_config.eagle_aux_hidden_state_layer_ids to {right}"
+        f"set {subject.engine.WORDS.ids_key} to {right}"
         if right
         else "no list makes the engine capture these layers: retrain with others"
     )
@@ -187,7 +256,7 @@ def _against_training(subject: Subject, given: list[int] | None, inputs: list[in
     if doubt:
         return _against_doubtful(subject, given, inputs, doubt)
     if inputs is None:
-        return warned(name, DEFAULTED, f"eagle_config names no layer ids, the draft was trained on {trained}", fix)
+        return warned(name, DEFAULTED, f"{_where(subject)} names no layer ids, the draft was trained on {trained}", fix)
     if inputs == trained:
         how = f"ids {given} make" if given else "with no ids named, its guess makes"
         return passed(
@@ -201,7 +270,7 @@ def _against_training(subject: Subject, given: list[int] | None, inputs: list[in
         return failed(
             name,
             DEFAULTED,
-            f"eagle_config names no layer ids: the engine guesses {inputs}, the draft was trained on {trained}",
+            f"{_where(subject)} names no layer ids: the engine guesses {inputs}, the draft was trained on {trained}",
             fix,
         )
     copied = " (copied as they are: speculators counts inputs, SGLang outputs)" if given == trained else ""

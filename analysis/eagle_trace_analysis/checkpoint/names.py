@@ -48,7 +48,7 @@ def check_names(subject: Subject) -> Finding:
         return warned(
             name,
             cause,
-            f"{listed(adapter, 3)} are a LoRA adapter's, which SGLang does not apply to a draft",
+            f"{listed(adapter, 3)} are a LoRA adapter's, which {subject.engine.TITLE} does not apply to a draft",
             "merge the adapter into the draft if it was trained with it, or move it out of the folder",
         )
     return _doubtful_files(subject) or passed(
@@ -63,7 +63,7 @@ def check_names(subject: Subject) -> Finding:
 def _left(subject: Subject) -> str:
     """What lies beside the files that are loaded, in words."""
     left = [name for name in subject.checkpoint.unlisted if not name.endswith(".safetensors")]
-    return f"; SGLang loads the safetensors and leaves {listed(left, 3)}" if left else ""
+    return f"; {subject.engine.TITLE} loads the safetensors and leaves {listed(left, 3)}" if left else ""
 
 
 def _doubtful_files(subject: Subject) -> Finding | None:
@@ -74,14 +74,15 @@ def _doubtful_files(subject: Subject) -> Finding | None:
         return warned(
             name,
             cause,
-            f"the index does not name {listed(unlisted)}, so SGLang loads nothing from there",
+            f"the index does not name {listed(unlisted)}, so {subject.engine.TITLE} loads nothing from there",
             "put every file into the index, or delete the file",
         )
     if subject.checkpoint.repeated:
         return warned(
             name,
             cause,
-            f"{listed(subject.checkpoint.repeated, 3)} lie in more than one file; SGLang keeps what it reads last",
+            f"{listed(subject.checkpoint.repeated, 3)} lie in more than one file; {subject.engine.TITLE} keeps what "
+            "it reads last",
             "delete the files that are left over from another way of saving",
         )
     doubled = len(subject.checkpoint.tensors) - len(subject.tensors)
@@ -245,7 +246,7 @@ def _left_over(subject: Subject, unset: list[str]) -> Finding | None:
 
 
 def keeps_own_embedding(subject: Subject) -> bool:
-    """Whether SGLang leaves the draft its own embedding, as it does where the target's is of another width."""
+    """Whether an engine leaves the draft its own embedding, as it does where the target's is of another width."""
     hidden = int(subject.full["hidden_size"])
     return int(subject.full.get("target_hidden_size", hidden)) != hidden
 
@@ -261,14 +262,13 @@ def check_shapes(subject: Subject) -> Finding:
         and tuple(stored.shape) != known[name]
         and not (is_packed(stored) and stored.dtype not in ("F8_E4M3", "F8_E5M2"))
     ]
-    queries, keys, width = (subject.full[k] for k in ("num_attention_heads", "num_key_value_heads", "head_dim"))
-    heads = f"{queries} heads, {keys} key-value heads of {width}"
+    heads = subject.engine.attention_words(subject.full)
     if wrong:
         return failed(
             "head-shape",
             "qkv-order",
             f"with {heads}: {listed(wrong, 3)}",
-            "set num_attention_heads, num_key_value_heads, head_dim, hidden_size and intermediate_size as trained",
+            f"set {', '.join(subject.engine.LAYER_SIZES[:-1])} and {subject.engine.LAYER_SIZES[-1]} as trained",
         )
     if subject.trained_layer is not None:
         keys = ("num_attention_heads", "num_key_value_heads", "head_dim", "num_hidden_layers")

@@ -18,20 +18,22 @@ from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
 from eagle_trace.errors import CheckpointError
+from eagle_trace.families import EAGLE3
 from eagle_trace_analysis.checkpoint.files import StoredTensor, stored_dtype
 from eagle_trace_analysis.checkpoint.subject import Subject, open_subject
+from eagle_trace_analysis.engines import SGLANG, Engine
 
 #: what a reference cannot be made of, and the way out
 NEEDS_TRAINED = "give the folder that was trained as --trained"
 
 
-def write_own_reference(deployed: Path, out: Path, *, target: Path) -> None:
-    """Write the folder `deployed`, in SGLang's format, into the new folder `out` as speculators saves a draft.
+def write_own_reference(deployed: Path, out: Path, *, target: Path, engine: Engine = SGLANG) -> None:
+    """Write the folder `deployed`, in the format of `engine`, into the new folder `out` as speculators saves a draft.
 
     Raises:
         CheckpointError: speculators has no form of it; the sentence says what is missing.
     """
-    subject = open_subject(deployed, target, None)
+    subject = open_subject(deployed, target, None, engine)
     if subject.is_speculators:
         raise CheckpointError(f"{deployed} is in speculators format already: {NEEDS_TRAINED}")
     lacking = what_is_missing(subject)
@@ -40,6 +42,22 @@ def write_own_reference(deployed: Path, out: Path, *, target: Path) -> None:
             f"{deployed} cannot be its own reference: {'; '.join(lacking)}. "
             f"{NEEDS_TRAINED[0].upper()}{NEEDS_TRAINED[1:]}"
         )
+    _write(subject, out)
+
+
+def translate(draft: Path, out: Path, *, target: Path) -> None:
+    """The same for an engine that loads speculators format and is to serve a draft in SGLang's.
+
+    Raises:
+        CheckpointError: speculators has no form of it; the sentence says what is missing.
+    """
+    subject = open_subject(draft, target, None)
+    if lacking := what_is_missing(subject):
+        raise CheckpointError(f"{draft} cannot be written in speculators format: {'; '.join(lacking)}")
+    _write(subject, out)
+
+
+def _write(subject: Subject, out: Path) -> None:
     tensors = _tensors(subject)
     out.mkdir(parents=True, exist_ok=True)
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
@@ -51,8 +69,10 @@ def what_is_missing(subject: Subject) -> list[str]:
     """One sentence for each thing without which speculators' forward cannot stand in for the training."""
     if subject.kind is not None:
         return [f"it is no Llama-type EAGLE-3 draft but {subject.kind.name}, which speculators does not compute"]
+    if EAGLE3.name != subject.engine.FAMILY:
+        return ["its attention is latent (MLA), and speculators computes Llama and Qwen3 layers"]
     if subject.refused or not subject.has_sizes:
-        return ["SGLang's config loader refuses its config (`eagle-trace check` says where)"]
+        return [f"{subject.engine.TITLE}'s config loader refuses its config (`eagle-trace check` says where)"]
     found = []
     if "quantization_config" in subject.checkpoint.config or not all(
         tensor.is_float or subject.engine.canonical_name(tensor.name) in ("d2t", "t2d")
@@ -103,7 +123,9 @@ def _config(subject: Subject, dtype: str) -> dict[str, Any]:
         for key, value in subject.engine.rope_settings(subject.served).items()
         if key != "partial_rotary_factor"
     }
-    layer |= {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "rope_parameters": rope}
+    normed = any(name.endswith(".q_norm.weight") for name in subject.engine.parameters(subject.served))
+    kind, name = ("qwen3", "Qwen3ForCausalLM") if normed else ("llama", "LlamaForCausalLM")
+    layer |= {"model_type": kind, "architectures": [name], "rope_parameters": rope}
     layer |= {"dtype": dtype, "tie_word_embeddings": False}
     return {
         "architectures": ["Eagle3DraftModel"],
@@ -112,7 +134,9 @@ def _config(subject: Subject, dtype: str) -> dict[str, Any]:
         "dtype": dtype,
         "eagle_aux_hidden_state_layer_ids": _input_ids(subject),
         "embed_requires_grad": False,
-        "norm_before_residual": False,  # SGLang's class has this form only
+        # an engine that has the other form only computes that, whatever the config says
+        "norm_before_residual": bool(subject.served.get("norm_before_residual"))
+        and subject.gap("norm_before_residual") is None,
         "norm_before_fc": subject.engine.norm_before_fc(subject.served),
         "fc_norm": subject.engine.fc_norm(subject.served),
         "norm_output": bool(subject.served.get("norm_output", False)),
@@ -133,7 +157,7 @@ def _tensors(subject: Subject) -> dict[str, NDArray[Any]]:
     known = subject.engine.parameters(subject.served)
     found: dict[str, NDArray[Any]] = {}
     for name, tensor in subject.tensors.items():
-        if name in ("d2t", "t2d", "embed_tokens.weight"):
+        if name in ("d2t", "t2d") or (name == "embed_tokens.weight" and subject.engine.REPLACES_EMBEDDING):
             continue  # the engine takes the target's embedding, and so does speculators where there is none
         parts = subject.engine.destinations(tensor.name, known)
         found |= _cut(tensor, parts, known) if len(parts) > 1 else {name: tensor.read()}

@@ -13,9 +13,10 @@ from eagle_trace_analysis.checkpoint.quantised import is_packed, spoken_for
 from eagle_trace_analysis.checkpoint.scan import Scan
 from eagle_trace_analysis.checkpoint.subject import Subject
 from eagle_trace_analysis.checkpoint.weights import same_rows
+from eagle_trace_analysis.trainers import specforge
 from eagle_trace_analysis.trainers.base import flat_training
+from eagle_trace_analysis.trainers.specforge import MISSING_FROM_HEAD
 
-ASK = "the training config is not known: give --reference, the speculators folder it came from"
 LARGEST_FLOAT16 = 65504.0
 
 
@@ -25,8 +26,13 @@ def check_residual_norm(subject: Subject) -> Finding:
     gap = subject.gap("norm_before_residual")
     if gap is not None:
         return failed(name, cause, gap.why, gap.fix)
+    only = subject.form("norm_before_residual")
+    if subject.training is None and only is False and subject.origin is not None:
+        return passed(
+            name, cause, f"{subject.origin.trainer.TITLE}'s class has no norm_before_residual, the engine's form"
+        )
     if subject.training is None and "norm_before_residual" not in subject.served:
-        return skipped(name, cause, f"no tensor shows whether it was trained with norm_before_residual; {ASK}")
+        return skipped(name, cause, f"no tensor shows whether it was trained with norm_before_residual; {subject.ask}")
     trained = (subject.training or flat_training(subject.served)).norm_before_residual
     how = "with" if trained else "without"
     return passed(name, cause, f"trained {how} norm_before_residual, the form the engine computes")
@@ -90,11 +96,18 @@ def check_fc_norm(subject: Subject) -> Finding:
 def check_norm_output(subject: Subject) -> Finding:
     """Whether the hidden state carried to the next step is the normed one."""
     name, cause, served = "norm-output", "carry-norm", bool(subject.served.get("norm_output", False))
+    if subject.training is not None and not subject.training.head_norm:
+        why = "trained without the norm before the head (norm_output false), which no server leaves out"
+        return failed(name, "head-norm", why, MISSING_FROM_HEAD)
+    doubt = subject.doubt(name)
+    known = subject.training is not None and (doubt is None or doubt.certain)
+    if doubt is not None and not (known and subject.training is not None and subject.training.norm_output == served):
+        return (failed if doubt.certain else warned)(name, doubt.cause or cause, doubt.why, doubt.fix)
     if subject.training is None:
-        return skipped(
+        return _carry_of_its_class(subject, served) or skipped(
             name,
             cause,
-            f"served with norm_output {str(served).lower()}, and no tensor shows how it was trained; {ASK}",
+            f"served with norm_output {str(served).lower()}, and no tensor shows how it was trained; {subject.ask}",
         )
     trained = subject.training.norm_output
     if trained != served:
@@ -108,10 +121,27 @@ def check_norm_output(subject: Subject) -> Finding:
     return passed(name, cause, f"norm_output is {str(served).lower()} on both sides")
 
 
+def _carry_of_its_class(subject: Subject, served: bool) -> Finding | None:
+    """The carry of a draft whose trainer hands it on in one way only; None if that is not known, or differs."""
+    if subject.origin is None:
+        return None
+    name, cause, title = "norm-output", "carry-norm", subject.origin.trainer.TITLE
+    only = subject.form("norm_output")
+    if "norm_output" not in subject.served and (subject.origin.trainer is specforge or only is False):
+        return passed(name, cause, f"no norm_output: {title} and the engine hand on the carry as it is")
+    if only is not None and only == served:
+        form = "normed" if only else "as it is"
+        return passed(name, cause, f"{title}'s class hands on the carry {form}, and so does the engine")
+    return None
+
+
 def check_rope(subject: Subject) -> Finding:
     """Rotary embedding against the training."""
     name, cause, served = "rope", "rope-theta", subject.engine.rope_settings(subject.full)
     words = ", ".join(f"{k} {v}" for k, v in sorted(served.items()))
+    doubt = subject.doubt(name)
+    if subject.trained_layer is None and doubt is not None:
+        return warned(name, doubt.cause or cause, doubt.why, doubt.fix)
     if subject.trained_layer is None:
         share = subject.served.get("partial_rotary_factor", 1.0)
         if share != 1:
@@ -122,7 +152,7 @@ def check_rope(subject: Subject) -> Finding:
                 "layer, with which drafts are trained, rotates whole heads whatever the key says",
                 "remove partial_rotary_factor, unless it was trained with a layer that reads it",
             )
-        return skipped(name, cause, f"served with {words}; {ASK}")
+        return skipped(name, cause, f"served with {words}; {subject.ask}")
     trained = subject.trained_rope or {}
     differ = [
         f"{key} is {served.get(key)}, trained {trained.get(key)}"
@@ -139,6 +169,8 @@ def check_rope(subject: Subject) -> Finding:
         )
     if differ:
         return failed(name, cause, "; ".join(differ), _rope_fix(differ, trained))
+    if doubt is not None:
+        return warned(name, doubt.cause or cause, doubt.why, doubt.fix)
     return passed(name, cause, f"{words}, as trained")
 
 
@@ -155,7 +187,7 @@ def check_eps(subject: Subject) -> Finding:
     """`rms_norm_eps` against the training."""
     served = float(subject.full["rms_norm_eps"])
     if subject.trained_layer is None:
-        return skipped("norm-eps", "norm-eps", f"served with rms_norm_eps {served:g}; {ASK}")
+        return skipped("norm-eps", "norm-eps", f"served with rms_norm_eps {served:g}; {subject.ask}")
     trained = float(subject.trained_layer["rms_norm_eps"])
     if served != trained:
         return failed(
@@ -198,6 +230,40 @@ def check_max_position(subject: Subject) -> Finding:
     return passed(name, cause, f"max_position_embeddings {served}, no less than {against}")
 
 
+def check_rope_tables(subject: Subject) -> Finding:
+    """Whether a training's sequences outgrow the rotary tables that its trainer builds once, and then builds wrongly.
+
+    The tables are built in float32; the model, and the frequencies with it, then becomes what it is trained in. A
+    sequence with more positions than they have rows has them built anew, from rounded frequencies, for good.
+    """
+    name, recipe = "rope-tables", subject.recipe
+    spare = subject.origin.trainer.SPARE_ROWS if subject.origin is not None else None
+    title = subject.origin.trainer.TITLE if subject.origin is not None else "the trainer"
+    if recipe is None or recipe.max_length is None:
+        given = "the recipe does not say max_length" if recipe is not None else "give --recipe"
+        return skipped(name, name, f"{given}: {title} computes wrong positions after a sequence longer than its tables")
+    if spare is None:
+        return skipped(name, name, f"not known of {title}: whether it keeps rotary tables")
+    trained = subject.trained_layer or subject.full
+    positions = int(trained["max_position_embeddings"])
+    rows, longest = positions + spare, recipe.max_length + recipe.ttt_length - 1
+    lengths = (
+        f"sequences of up to {recipe.max_length:,} tokens and {recipe.ttt_length} steps reach {longest:,} positions"
+    )
+    if longest <= rows:
+        return passed(name, name, f"{lengths}; the trainer's rotary tables have {rows:,}")
+    if recipe.torch_dtype == "float32":
+        return passed(name, name, f"{lengths}, the tables have {rows:,}; in float32 they are built anew alike")
+    return warned(
+        name,
+        name,
+        f"{lengths}, and {title}'s rotary tables have {rows:,} (max_position_embeddings {positions:,}): from the first "
+        f"longer sequence on they are built anew from frequencies rounded to {recipe.torch_dtype}, for every later one",
+        f"train with max_position_embeddings of {longest - spare:,} or more in the draft's config, or with a shorter "
+        "max_length; a training that is recorded live says whether it happened",
+    )
+
+
 def check_window(subject: Subject) -> Finding:
     """Sliding-window attention, which the engine takes from a server argument and not from the config."""
     source = subject.trained_layer or subject.full
@@ -219,6 +285,10 @@ def check_tied(subject: Subject) -> Finding:
     if not subject.full["tie_word_embeddings"]:
         return passed(name, cause, "tie_word_embeddings is off: the draft's own head is used")
     head = subject.tensors.get("lm_head.weight")
+    if head is not None and "lm_head.weight" in subject.engine.parameters(subject.served):
+        return passed(
+            name, cause, f"{subject.engine.TITLE} loads the draft's own head, whatever tie_word_embeddings says"
+        )
     tied = subject.target is not None and subject.target.config.get("tie_word_embeddings")
     own = head is not None
     whole = subject.full.get("draft_vocab_size") == subject.full["vocab_size"]

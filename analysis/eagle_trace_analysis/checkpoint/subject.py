@@ -11,19 +11,16 @@ from typing import Any
 from eagle_trace.checkpoints import read_config, text_config
 from eagle_trace.errors import CheckpointError
 from eagle_trace_analysis.checkpoint.export import config_for, second_names, trained_layer_ids
-from eagle_trace_analysis.checkpoint.files import (
-    Checkpoint,
-    StoredTensor,
-    has_weights,
-    open_checkpoint,
-    stored_dtype,
-)
+from eagle_trace_analysis.checkpoint.files import Checkpoint, StoredTensor, has_weights, open_checkpoint, stored_dtype
 from eagle_trace_analysis.checkpoint.kinds import Kind, recognise, refuse_other_types
+from eagle_trace_analysis.checkpoint.origin import Origin, Reference, is_state, open_draft, open_reference, origin_of
+from eagle_trace_analysis.checkpoint.recipe import Recipe
 from eagle_trace_analysis.engines import SGLANG, Engine, Gap
 from eagle_trace_analysis.engines.refusal import Refusal
 from eagle_trace_analysis.engines.sglang.accepts import SIZES
-from eagle_trace_analysis.trainers import Trainer, Training, trainer_of
-from eagle_trace_analysis.trainers.base import flat_training
+from eagle_trace_analysis.trainers import Trainer, Training, specforge, speculators, trainer_of
+from eagle_trace_analysis.trainers.base import Doubt, flat_training
+from eagle_trace_analysis.trainers.flat import outputs_named
 
 #: sizes of a target's layers that no check reads
 UNREAD = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
@@ -83,6 +80,8 @@ class Subject:
         trained_ids: layer ids of the training (inputs of layers), None if not to be known.
         refused: what the engine's config loader stops at; `served` is without it.
         engine: what is to serve the draft.
+        origin: the trainer that left the draft's folder; None if nothing says which.
+        recipe: what the training was run with; None if none was given.
     """
 
     checkpoint: Checkpoint
@@ -95,11 +94,43 @@ class Subject:
     refused: Sequence[Refusal] = ()
     engine: Engine = SGLANG
     trainer: Trainer | None = None
+    origin: Origin | None = None
+    recipe: Recipe | None = None
+
+    @property
+    def release(self) -> str | None:
+        """Of the trainer, if it was said."""
+        return self.origin.release if self.origin is not None else None
 
     @cached_property
     def training(self) -> Training | None:
         """How the draft was trained, None if that is not known."""
-        return None if self.trained is None or self.trainer is None else self.trainer.training_of(self.trained)
+        if self.trained is None or self.trainer is None:
+            return None
+        return self.trainer.training_of(self.trained, self.release)
+
+    @property
+    def ask(self) -> str:
+        """What to give where the training has to be known and is not."""
+        trainer = self.origin.trainer if self.origin is not None else speculators
+        return f"the training config is not known: give --reference, {trainer.REFERENCE}"
+
+    def form(self, setting: str) -> bool | None:
+        """A setting that the trainer's class has in one form only; None if it has both, or the trainer is not known."""
+        return self.origin.trainer.FORMS.get(setting) if self.origin is not None else None
+
+    def doubt(self, check: str) -> Doubt | None:
+        """What the trainer does otherwise than the config says, for one check."""
+        return next((doubt for doubt in self._doubts if doubt.check == check), None)
+
+    @cached_property
+    def _doubts(self) -> list[Doubt]:
+        if self.origin is None or self.is_speculators:
+            return []
+        # the config that was trained with, where it is given
+        flat = self.trained if self.trainer is not None and not self.trainer.recognises(self.trained or {}) else None
+        theta = float(self.engine.rope_settings(self.full)["rope_theta"])
+        return self.origin.doubts(self.served if flat is None else flat, theta)
 
     @cached_property
     def gaps(self) -> list[Gap]:
@@ -142,7 +173,7 @@ class Subject:
     @cached_property
     def kind(self) -> Kind | None:
         """What the folder holds if not an EAGLE-3 draft of the class known here."""
-        return None if self.is_speculators else recognise(self.tensors, self.served)
+        return None if self.is_speculators else recognise(self.tensors, self.served, self.engine)
 
     @property
     def target_architecture(self) -> str | None:
@@ -184,39 +215,71 @@ def open_target(folder: Path, engine: Engine = SGLANG) -> Target:
     return Target(folder, own, architecture, engine.target_refusals(config, text_config(config)))
 
 
-def open_subject(draft: Path, target: Path | None, reference: Path | None, engine: Engine = SGLANG) -> Subject:
+def open_subject(
+    draft: Path,
+    target: Path | None,
+    reference: Path | None,
+    engine: Engine = SGLANG,
+    *,
+    trainer: str | None = None,
+    recipe: Recipe | None = None,
+) -> Subject:
     """Configs and headers of everything named; no tensor is read.
+
+    Args:
+        draft: its folder.
+        target: the target's, None if none is given.
+        reference: another checkpoint of the draft, or the config it was trained with.
+        engine: what is to serve the draft.
+        trainer: who trained it, as ``specforge==0.2.0``; None to have it told.
+        recipe: what the training was run with.
 
     Raises:
         CheckpointError: something named cannot be read, or the draft is no EAGLE-3 draft of a kind known
             here.
+        UsageError: no trainer is called so, or a reference does not say whose it is.
     """
-    checkpoint = _open_exported(draft, engine)
+    found = open_draft(draft)
+    engine = engine.other_class(found.config) or engine
+    checkpoint = _as_exported_names(found, engine)
+    origin = origin_of(checkpoint, trainer)
     known_target = open_target(target, engine) if target else None
-    other = _open_exported(reference, engine) if reference else None
+    if reference is None and recipe is not None:
+        reference = recipe.draft_model_config
+    other = open_reference(reference, origin) if reference else None
+    if other is not None and other.checkpoint is not None:
+        other = replace(other, checkpoint=_as_exported_names(other.checkpoint, engine))
+    own = trainer_of(checkpoint.config)
     trained: Mapping[str, Any] | None = None
     ids: list[int] | None = None
-    trainer: Trainer | None = None
-    for candidate in (checkpoint, other):
-        if candidate is not None and trainer is None and (trainer := trainer_of(candidate.config)) is not None:
-            _refuse_others(candidate, trainer, engine)
-            trained = candidate.config
-            ids = _trained_ids(trained, target)
-    written = trainer_of(checkpoint.config)
-    if written is not None:
-        served, kind = _as_exported(checkpoint, ids, known_target, engine), written.NAME
+    by = own
+    if own is not None:
+        trained = checkpoint.config
+    elif is_state(checkpoint):
+        trained, by = checkpoint.config, specforge
+    elif other is not None and other.trainer is not None:
+        trained, by = other.config, other.trainer
+        if origin is None or (trainer is None and not origin.sure and origin.trainer is not by):
+            origin = Origin(by, (f"{reference} is its",), True)
+    if trained is not None and by is not None:
+        _refuse_others(checkpoint if own is not None else other, by, engine)
+        ids = _trained_ids(trained, by, known_target, recipe)
+    elif origin is not None and recipe is not None and recipe.layer_ids:
+        ids = _trained_ids({}, origin.trainer, known_target, recipe)
+    if own is not None:
+        served, kind = _as_exported(checkpoint, ids, known_target, engine), own.NAME
     else:
         served, kind = dict(checkpoint.config), engine.NAME
     refused, served = engine.refusals(served), engine.repaired(served)
-    return Subject(checkpoint, kind, served, trained, ids, known_target, other, refused, engine, trainer)
+    weights = other.checkpoint if other is not None else None
+    return Subject(checkpoint, kind, served, trained, ids, known_target, weights, refused, engine, by, origin, recipe)
 
 
-def _open_exported(folder: Path, engine: Engine) -> Checkpoint:
+def _as_exported_names(checkpoint: Checkpoint, engine: Engine) -> Checkpoint:
     """A checkpoint; of one in speculators format with the names that `eagle-trace export` adds."""
-    checkpoint = open_checkpoint(folder)
-    if trainer_of(checkpoint.config) is not None:
-        checkpoint = replace(checkpoint, tensors={**checkpoint.tensors, **second_names(checkpoint.tensors, engine)})
-    return checkpoint
+    if trainer_of(checkpoint.config) is None:
+        return checkpoint
+    return replace(checkpoint, tensors={**checkpoint.tensors, **second_names(checkpoint.tensors, engine)})
 
 
 def _need_numbers(folder: Path, config: Mapping[str, Any], engine: Engine) -> None:
@@ -254,17 +317,40 @@ def _need_numbers(folder: Path, config: Mapping[str, Any], engine: Engine) -> No
         )
 
 
-def _refuse_others(checkpoint: Checkpoint, trainer: Trainer, engine: Engine) -> None:
-    refuse_other_types(checkpoint.folder, checkpoint.config.get("speculators_model_type", "eagle3"))
-    decoder = trainer.training_of(checkpoint.config).decoder
-    for config in (decoder, checkpoint.config):
-        _need_numbers(checkpoint.folder, config, engine)
+def _refuse_others(place: Checkpoint | Reference | None, trainer: Trainer, engine: Engine) -> None:
+    if place is None:
+        return
+    checkpoint = place if isinstance(place, Checkpoint) else place.checkpoint
+    folder = checkpoint.folder if checkpoint is not None else Path("the reference")
+    refuse_other_types(folder, place.config.get("speculators_model_type", "eagle3"))
+    decoder = trainer.training_of(place.config).decoder
+    for config in (decoder, place.config):
+        _need_numbers(folder, config, engine)
 
 
-def _trained_ids(config: Mapping[str, Any], target: Path | None) -> list[int] | None:
-    if not config.get("eagle_aux_hidden_state_layer_ids") and target is None:
-        return None
-    return trained_layer_ids(config, target)
+def _trained_ids(
+    config: Mapping[str, Any], trainer: Trainer, target: Target | None, recipe: Recipe | None
+) -> list[int] | None:
+    """The target layers fed in training, by their inputs; None if that is not to be known."""
+    layers = target.layers if target else None
+    if recipe is not None and recipe.layer_ids:
+        ids = list(recipe.layer_ids)
+        if trainer.LAYER_IDS != "inputs":
+            return named_inputs(trainer, {"eagle_config": {"eagle_aux_hidden_state_layer_ids": ids}}, target)
+        return ids
+    if trainer.recognises(config):
+        given = config.get("eagle_aux_hidden_state_layer_ids")
+        return trained_layer_ids(config, target.folder if target else None) if given or target else None
+    named = named_inputs(trainer, config, target)
+    return named if named is not None else trainer.default_layers(layers) if layers is not None else None
+
+
+def named_inputs(trainer: Trainer, config: Mapping[str, Any], target: Target | None) -> list[int] | None:
+    """The target layers that a flat config names as the trainer counts them, by their inputs; None if it names none."""
+    if trainer.LAYER_IDS == "sglang" and SGLANG.layer_ids(config):
+        layers, architecture = (target.layers, target.architecture) if target else (None, None)
+        return SGLANG.captured_inputs(config, layers, architecture)
+    return outputs_named(config) if trainer.LAYER_IDS != "inputs" else None
 
 
 def _as_exported(

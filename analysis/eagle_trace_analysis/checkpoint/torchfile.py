@@ -135,8 +135,12 @@ class _Reader(pickle.Unpickler):
         return self.storages.setdefault(str(key), _Storage(str(key), named.dtype, int(elements)))
 
 
-def read_torch_file(file: Path) -> list[Placed]:
+def read_torch_file(file: Path, inside: str = "") -> list[Placed]:
     """The tensors of one `.bin` or `.pt` file, every place checked against the file's size.
+
+    Args:
+        file: what torch.save wrote.
+        inside: the key of the state dict in it; empty where it is the state dict itself.
 
     Raises:
         CheckpointError: not a file of torch's, damaged, needing code to be read, or holding no tensor by name.
@@ -154,6 +158,10 @@ def read_torch_file(file: Path) -> list[Placed]:
         ) from error
     if not isinstance(state, Mapping):
         raise CheckpointError(f"{file} holds no weights by name: save the model's state_dict()")
+    if inside:
+        state = state.get(inside)
+        if not isinstance(state, Mapping):
+            raise CheckpointError(f"{file} holds no {inside}: it is not a checkpoint of that trainer")
     found = [_place(file, str(name), one, places) for name, one in state.items() if isinstance(one, _Tensor)]
     if not found:
         keys = ", ".join(repr(str(key)) for key in list(state)[:4])

@@ -14,8 +14,14 @@ from eagle_trace_analysis.checkpoint.quantised import is_packed
 from eagle_trace_analysis.checkpoint.scan import Scan, looks_initial
 from eagle_trace_analysis.checkpoint.subject import Subject
 
-#: rows compared of a matrix too large to compare whole
-SAMPLE_ROWS = 2048
+#: rows compared of a matrix too large to compare whole; of one that lies elsewhere, each row is a request
+SAMPLE_ROWS, FETCHED_ROWS = 2048, 16
+#: neighbouring rows looked at for being one and the same, and the fewest that prove something
+PAIRS, FEWEST_PAIRS = 64, 8
+
+
+def _rows_of(count: int, *tensors: StoredTensor) -> int:
+    return min(count, FETCHED_ROWS if any(tensor.remote for tensor in tensors) else SAMPLE_ROWS)
 
 
 def check_values(subject: Subject, scans: Mapping[str, Scan]) -> Finding:
@@ -107,7 +113,7 @@ def same_rows(
     Two rows are equal if no element differs by more than one rounding to the coarser of the two dtypes.
     """
     count = left.shape[0]
-    rows = np.unique(np.linspace(0, count - 1, min(count, SAMPLE_ROWS)).astype(np.int64))
+    rows = np.unique(np.linspace(0, count - 1, _rows_of(count, left, right)).astype(np.int64))
     others = to(rows)
     unit = (
         max({"BF16": 2.0**-8, "F16": 2.0**-11}.get(t.dtype, 2.0**-24) for t in (left, right))
@@ -122,14 +128,16 @@ def same_rows(
 
 
 def check_embedding(subject: Subject) -> Finding:
-    """The draft's own embedding, which SGLang replaces by the target's."""
-    name, cause = "embedding", "embedding-replaced"
+    """The draft's own embedding, which an engine may replace by the target's."""
+    name, cause, title = "embedding", "embedding-replaced", subject.engine.TITLE
     own = subject.tensors.get("embed_tokens.weight")
     fix = "train without embed_requires_grad, or serve with an engine that loads the draft's own embedding"
     if own is None:
-        return passed(name, cause, "the draft ships none: SGLang shares the target's")
+        return passed(name, cause, f"the draft ships none: {title} shares the target's")
     if keeps_own_embedding(subject):
-        return passed(name, cause, "target_hidden_size differs from hidden_size, so SGLang keeps the draft's own")
+        return passed(name, cause, f"target_hidden_size differs from hidden_size, so {title} keeps the draft's own")
+    if not subject.engine.REPLACES_EMBEDDING:
+        return passed(name, cause, f"{title} keeps the draft's own where it is not the target's")
     gap = subject.gap("embedding")
     if gap is not None:
         return failed(name, cause, gap.why, gap.fix)
@@ -144,7 +152,7 @@ def check_embedding(subject: Subject) -> Finding:
         return skipped(
             name,
             cause,
-            "SGLang replaces the draft's own by the target's: give --target with weights to compare the two",
+            f"{title} replaces the draft's own by the target's: give --target with weights to compare the two",
         )
     if len(own.shape) != 2 or own.shape[1] != theirs.shape[1] or own.shape[0] > theirs.shape[0]:
         return failed(
@@ -159,7 +167,7 @@ def check_embedding(subject: Subject) -> Finding:
         return failed(
             name,
             cause,
-            f"{figures} (relative L2 difference {error:.2g}); SGLang replaces it by the target's",
+            f"{figures} (relative L2 difference {error:.2g}); {title} replaces it by the target's",
             f"{fix}; or see whether this is the target",
         )
     return passed(name, cause, f"{figures}: replacing it changes nothing")
@@ -175,6 +183,14 @@ def check_head_rows(subject: Subject) -> Finding:
     """
     name, cause = "head-rows", "d2t-stale"
     head, d2t = subject.tensors.get("lm_head.weight"), subject.tensors.get("d2t")
+    if head is not None and d2t is not None and _picked_by_offsets(head, d2t):
+        return failed(
+            name,
+            cause,
+            "the head has the same row wherever d2t has the same number: its rows were picked by d2t as it is stored, "
+            "which are offsets (TorchSpec's convert_to_hf.py --prune-vocab does that)",
+            "prune the whole head again, by ids: lm_head[d2t + arange(len(d2t))]",
+        )
     theirs = subject.target.head if subject.target else None
     if theirs is None or head is None or not (head.is_float and theirs.is_float):
         return skipped(
@@ -214,9 +230,31 @@ def check_head_rows(subject: Subject) -> Finding:
     )
 
 
+def _picked_by_offsets(head: StoredTensor, d2t: StoredTensor) -> bool:
+    """Whether neighbouring rows of the head are one row where their entries of d2t are one number, and else not.
+
+    No training leaves two rows alike to the last bit.
+    """
+    if not head.is_float or len(head.shape) != 2 or d2t.dtype != "I64" or d2t.shape != head.shape[:1]:
+        return False
+    offsets = d2t.read()
+    same = np.flatnonzero(offsets[1:] == offsets[:-1])
+    other = np.flatnonzero(offsets[1:] != offsets[:-1])
+    if len(same) < FEWEST_PAIRS or not len(other):
+        return False
+    many = FEWEST_PAIRS if head.remote else PAIRS
+    alike, differ = (
+        [head.rows([at, at + 1]) for at in places[np.unique(np.linspace(0, len(places) - 1, many).astype(np.int64))]]
+        for places in (same, other)
+    )
+    return all(np.array_equal(one[0], one[1]) and bool(one.any()) for one in alike) and not any(
+        np.array_equal(one[0], one[1]) for one in differ
+    )
+
+
 def _resembling(head: StoredTensor, theirs: StoredTensor, ids: NDArray[np.int64]) -> tuple[int, int]:
     """How many sampled rows i of `head` are nearer to row ids[i] of `theirs` than to ids[i + 1], of all."""
-    rows = np.unique(np.linspace(0, len(ids) - 2, min(len(ids) - 1, SAMPLE_ROWS)).astype(np.int64))
+    rows = np.unique(np.linspace(0, len(ids) - 2, _rows_of(len(ids) - 1, head, theirs)).astype(np.int64))
     if len(rows) == 0 or ids.min() < 0 or ids.max() >= theirs.shape[0]:
         return 0, max(len(rows), 1)
     ours = as_float32(head.rows(rows))

@@ -179,7 +179,7 @@ def _wrong_shape(subject: Subject, shape: list[int], aux: int) -> Finding | None
             SINGLE,
             f"num_aux_hidden_states is {aux}, and the engine captures {fed} layers"
             + (f" ({named})" if named else " (its default, as none are named)"),
-            f"name the {aux} trained layers in eagle_config.eagle_aux_hidden_state_layer_ids",
+            f"name the {aux} trained layers in {subject.engine.WORDS.ids_key}",
         )
     return None
 

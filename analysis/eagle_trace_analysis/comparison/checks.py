@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eagle_trace.capture import Rows
+from eagle_trace.errors import IncomparableError
 from eagle_trace.reader import Trace
 from eagle_trace.sites import ROW_SITES, TOPK_SITES, Site
 from eagle_trace_analysis.comparison.metrics import IdMetrics
@@ -21,6 +22,16 @@ from eagle_trace_analysis.pairing.pairs import Pairs
 Int = NDArray[np.int64]
 Int32 = NDArray[np.int32]
 Shapes = dict[str, set[tuple[int, str]]]
+
+
+def check_families(train: Trace, serve: Trace) -> None:
+    """Raises IncomparableError where the two drafts are said to be of different families."""
+    said = [trace.manifest.draft.get("family") for trace in (train, serve)]
+    if all(said) and said[0] != said[1]:
+        raise IncomparableError(
+            f"{train.path} is of a draft of the family {said[0]}, {serve.path} of the family {said[1]}: they compute "
+            "different things; record the same draft on both sides"
+        )
 
 
 def shapes_of(trace: Trace) -> Shapes:
@@ -141,7 +152,7 @@ def _or_end(token: int | None) -> str:
 
 def check_prompts(alignment: Alignment) -> list[PromptMismatch]:
     """Prompts that both sides name alike and that consist of different tokens."""
-    train, serve = _prompt_tokens(alignment.train), _prompt_tokens(alignment.serve)
+    train, serve = prompt_tokens(alignment.train), prompt_tokens(alignment.serve)
     found = []
     for key in alignment.prompt_keys:
         (prompt_id, a), (_, b) = train[key], serve[key]
@@ -156,7 +167,8 @@ def check_prompts(alignment: Alignment) -> list[PromptMismatch]:
     return found
 
 
-def _prompt_tokens(trace: Trace) -> dict[str, tuple[int, Int]]:
+def prompt_tokens(trace: Trace) -> dict[str, tuple[int, Int]]:
+    """Number and token ids of each prompt, by its key, without what was answered."""
     found = {}
     for row in trace.table("prompts").select(["prompt_key", "prompt_id", "token_ids", "num_prompt_tokens"]).to_pylist():
         # slicing by None keeps all: a trace that does not say how many belong to the prompt

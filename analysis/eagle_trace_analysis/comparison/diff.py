@@ -11,10 +11,11 @@ from numpy.typing import NDArray
 from eagle_trace.capture import LEVELS
 from eagle_trace.errors import IncomparableError
 from eagle_trace.reader import Trace
-from eagle_trace.sites import TOPK_SITES, Site, sites_of
+from eagle_trace.sites import TOPK_SITES, Site, family_of, sites_of
 from eagle_trace_analysis.comparison.acceptance import accept_length, contradiction
 from eagle_trace_analysis.comparison.checks import (
     Shapes,
+    check_families,
     check_parameters,
     check_positions,
     check_shapes,
@@ -87,10 +88,11 @@ def diff(
         tolerance: how many times its rounding floor the error of a site may be.
 
     Raises:
-        IncomparableError: `floors` is of no use here.
+        IncomparableError: the drafts are of different families, or `floors` is of no use here.
         TraceError: a file cannot be read.
     """
     train, serve = in_order(reference, other)
+    check_families(train, serve)
     if floors is not None:
         _check_floors(train, floors)
     comparison = _Comparison(train, serve, executor or Threads(), floors, tolerance)
@@ -174,10 +176,15 @@ class _Comparison:
                 self.notes.append(Note("unknown-site", f"{name} is no site this version knows: left out"))
             else:
                 known.add(name)
+        said = [trace.manifest.draft.get("family") for trace in (self.train, self.serve)]
+        family = family_of(sorted(known), said[0] or said[1])
+        sites, others = family.sites_of(known)
+        for name in others:
+            self.notes.append(Note("unknown-site", f"{name} is no site of the family {family.name}: left out"))
         for side in self.shapes:
-            for name in names - known:
+            for name in names - known.difference(others):
                 side.pop(name, None)
-        return sites_of(sorted(known))
+        return sites
 
     def _nothing_in_common(self) -> str | None:
         alignment = self.alignment

@@ -32,6 +32,30 @@ class Gap:
     fix: str
 
 
+@dataclass(frozen=True)
+class Words:
+    """What advice calls an engine's options and keys.
+
+    Attributes:
+        ids_key: the key of a draft's config that names the target layers.
+        counts: what an id is of its layer, ``inputs`` or ``outputs``; a training counts inputs.
+        whole_prompts: the fix of a prefill in chunks that goes wrong.
+        no_prefix_cache: the option that turns the prefix cache off.
+        run_all_drafts: the fix of rows that the draft was not run for near the longest context.
+    """
+
+    ids_key: str
+    counts: str
+    whole_prompts: str
+    no_prefix_cache: str
+    run_all_drafts: str
+
+    @property
+    def name_ids(self) -> str:
+        """What to do where no ids are named."""
+        return f"name the trained ids{' less one' if self.counts == 'outputs' else ''} in {self.ids_key}"
+
+
 class Scheme(Protocol):
     """What the engine holds for the matrices of a quantised draft; names of modules are trained ones."""
 
@@ -65,7 +89,7 @@ class Scheme(Protocol):
 
 
 class Engine(Protocol):
-    """One engine and the class it serves an EAGLE-3 draft with. Configs are flat; names of tensors are trained ones."""
+    """One engine and a class it serves EAGLE-3 drafts with. Configs are flat; names of tensors are trained ones."""
 
     @property
     def NAME(self) -> str:
@@ -84,6 +108,22 @@ class Engine(Protocol):
         """The class that serves the draft, as a config has to name it."""
 
     @property
+    def FAMILY(self) -> str:
+        """Name of the family that its drafts are of (`eagle_trace.families`)."""
+
+    @property
+    def LAYER(self) -> str:
+        """What a sentence calls the decoder layer that it computes, with its article."""
+
+    @property
+    def LAYER_SIZES(self) -> Sequence[str]:
+        """Keys of a config by which the layer's matrices have their shapes."""
+
+    @property
+    def MODEL_TYPE(self) -> str:
+        """A `model_type` whose config class has the layer's keys."""
+
+    @property
     def ARCHITECTURES(self) -> Collection[str]:
         """Every name of a class that serves such a draft."""
 
@@ -92,12 +132,29 @@ class Engine(Protocol):
         """Trainers whose format the engine reads as it is."""
 
     @property
+    def REPLACES_EMBEDDING(self) -> bool:
+        """Whether a draft of the target's width computes with the target's embedding, whatever it ships."""
+
+    @property
     def OTHER_NAMES(self) -> Mapping[str, Collection[str]]:
         """Names of other engines for a draft with the same layer, which this one does not know: engine -> names."""
 
     @property
+    def WORDS(self) -> Words:
+        """What advice calls its options and keys."""
+
+    @property
     def STACKED(self) -> Mapping[str, Sequence[str]]:
         """Parts of each fused parameter, in its order."""
+
+    def other_class(self, config: Config) -> Engine | None:
+        """The tables of another class of this engine's, where a draft's config names it; None if these are its."""
+
+    def serves_kind(self, kind: str, config: Config) -> str:
+        """What to do so that a draft of another kind is served (`checkpoint.kinds.Kind.id`); empty if it cannot be."""
+
+    def loads_kind(self, kind: str, config: Config) -> bool:
+        """Whether the config of an EAGLE-3 draft with another layer names the class that loads it."""
 
     # ---- the config
 
@@ -118,6 +175,9 @@ class Engine(Protocol):
 
     def with_defaults(self, config: Config) -> dict[str, Any]:
         """A decoder config with what the engine fills in where it is silent."""
+
+    def attention_words(self, full: Config) -> str:
+        """The sizes of the attention in a config with defaults."""
 
     def rope_settings(self, config: Config) -> dict[str, Any]:
         """The rotary embedding that the engine builds."""
@@ -151,6 +211,9 @@ class Engine(Protocol):
 
     def layer_ids(self, config: Config) -> Any:
         """The layer ids that the engine reads from a config, as they stand there; None if it names none."""
+
+    def ids_unread(self, config: Config) -> str:
+        """Which form of the engine does not read the ids that `layer_ids` finds, in a clause; empty if all do."""
 
     def default_inputs(self, layers: int) -> list[int]:
         """Target layers whose inputs are fed where the config names none."""

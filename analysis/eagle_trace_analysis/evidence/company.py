@@ -11,7 +11,7 @@ from eagle_trace_analysis.replay.replay import Replay
 from eagle_trace_analysis.tensors.loaded import Apart
 
 #: fields of the form that a deployed config says, beside its rotation
-FIELDS = ("eps", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "head_norm", "window")
+FIELDS = ("eps", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "head_norm", "window", "scale")
 
 
 @dataclass(frozen=True)
@@ -40,17 +40,19 @@ def company_of(trained: Replay, served: Form | None, apart: Sequence[Apart], own
                 changed[name] = value
                 words.append(f"{name} {value}".lower())
         mine = trained.form.rope
-        theirs = replace(served.rope, interleaved=mine.interleaved)
+        theirs = served.rope
         if "rope frequencies" in own:
-            theirs = replace(mine, partial=theirs.partial)
+            theirs = replace(mine, partial=theirs.partial, interleaved=theirs.interleaved)
         if "rope layout" in own:
-            theirs = replace(theirs, partial=mine.partial)
+            theirs = replace(theirs, partial=mine.partial, interleaved=mine.interleaved)
         if theirs != mine:
             changed["rope"] = theirs
-            if (bare := replace(theirs, partial=mine.partial)) != mine:
+            if (bare := replace(theirs, partial=mine.partial, interleaved=mine.interleaved)) != mine:
                 words.append(bare.words())
             if theirs.partial != mine.partial:
                 words.append(f"{theirs.partial:g} of each head rotated")
+            if theirs.interleaved != mine.interleaved:
+                words.append("neighbouring elements rotated" if theirs.interleaved else "halves rotated")
     weights = trained.weights
     held = {one.name: one.held for one in apart if one.held is not None} if "weights" not in own else {}
     for name, tensor in held.items():

@@ -113,7 +113,8 @@ class Context:
     @cached_property
     def engine(self) -> Engine:
         """The engine whose tables the deployed draft is held against: that of the other side, if it is known here."""
-        return engine_of_host(self.serve.manifest.host)
+        engine = engine_of_host(self.serve.manifest.host)
+        return engine.other_class(self.serve.manifest.draft.get("config") or {}) or engine
 
     @cached_property
     def trained(self) -> Mapping[str, Any]:
@@ -244,6 +245,11 @@ class Context:
         """The fix a static check gives, or another."""
         found = self.failed(name)
         return found.fix if found is not None and found.fix else otherwise
+
+    def confirms(self, cause: str) -> bool:
+        """Whether a cause that looked before this one is confirmed."""
+        found = self.outcomes.get(cause)
+        return found is not None and found.verdict == "confirmed"
 
     # ---- replay --------------------------------------------------------------------------------------------
 

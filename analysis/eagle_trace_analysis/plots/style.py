@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from eagle_trace.errors import UsageError
 from eagle_trace.printable import printable
-from eagle_trace.sites import draft_sites
+from eagle_trace.sites import known_sites
 from eagle_trace_analysis.comparison.frontier import shape_order
 from eagle_trace_analysis.pairing.roles import Roles
 
@@ -115,7 +115,7 @@ def number(value: float | None) -> str:
 
 def forward_order(names: Iterable[str]) -> list[str]:
     """Names of sites in forward order, `fused` before its slices (as a diff judges them), unknown names last."""
-    order = {site.name: index for index, site in enumerate(shape_order(draft_sites(64, 64)))}
+    order = {site.name: index for index, site in enumerate(shape_order(known_sites()))}
     return sorted(set(names), key=lambda name: (order.get(name, len(order)), name))
 
 

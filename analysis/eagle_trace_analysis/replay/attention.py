@@ -9,7 +9,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eagle_trace.capture import Rows
-from eagle_trace_analysis.replay.form import Form
 from eagle_trace_analysis.replay.recorded import Recorded
 
 Int = NDArray[np.int64]
@@ -45,6 +44,8 @@ class View:
             (keys, values, roots).
         slots: whose key lies in the slot of a draft step, by step: that of another step of the same path, or None
             where the slot is not seen at all. A row sees its own step's place in the path it was written in.
+        empty: how many slots behind its own a row of each step sees, by step: slots that no row was written to, where
+            keys and values are zeros.
     """
 
     recorded: Recorded
@@ -55,6 +56,7 @@ class View:
     fresh_in_call: bool = True
     missing: dict[int, tuple[Real, Real, Int]] = field(default_factory=dict)
     slots: dict[int, int | None] = field(default_factory=dict)
+    empty: dict[int, int] = field(default_factory=dict)
     _prompts: dict[int, _Prompt | None] = field(default_factory=dict)
 
     def prompt(self, number: int) -> _Prompt | None:
@@ -64,7 +66,7 @@ class View:
         return self._prompts[number]
 
     def _read(self, number: int) -> _Prompt | None:
-        found = [self.recorded.of_prompt(f"{self.layer}.attn.{name}", number) for name in ("k_rope", "v")]
+        found = [self.recorded.of_prompt(name, number) for name in cached_sites(self.recorded, self.layer)]
         if found[0] is None or found[1] is None:
             return None
         (k, keys), (v, others) = found[0], found[1]
@@ -111,6 +113,8 @@ class View:
             if (place >= len(given[2])).any() or (given[2][place] != lost + low).any():
                 return None
             k[lost], v[lost] = given[0][place], given[1][place]
+        if behind := self.empty.get(len(path), 0):
+            k, v = (np.concatenate([part, np.zeros((behind, part.shape[1]), part.dtype)]) for part in (k, v))
         return k, v
 
     def _holds(self, step: int, deepest: int) -> int | None:
@@ -119,24 +123,48 @@ class View:
         return step if holds is not None and holds > deepest else holds
 
 
-def attend(q_TA: Real, rows: Rows, view: View, form: Form) -> tuple[Real, NDArray[np.bool_]]:
-    """Attention output of rows [T, heads x size], and which of them could be computed [T].
+def cached_sites(recorded: Recorded, layer: str) -> tuple[str, str]:
+    """The two sites of a decoder layer that attention finds in its cache: keys, and values or what both come from."""
+    number = int(layer.removeprefix("layer.")) + 1
+    name = f"{layer}.attn.context"
+    k, v = next(site.carried for site in recorded.trace.family.sites(1, number) if site.name == name)
+    return k, v
 
-    softmax(q k / sqrt(size)) v, each group of heads / kv_heads query heads reading one key head.
+
+def attend(
+    q_THD: Real, rows: Rows, view: View, *, kv_heads: int, scale: float, latent: bool = False
+) -> tuple[Real, NDArray[np.bool_]]:
+    """Attention output of rows [T, H, E], and which of them could be computed [T].
+
+    softmax(scale q k) v, each group of H / `kv_heads` query heads reading one key head.
+
+    Args:
+        q_THD: queries.
+        rows: their keys.
+        view: what each sees.
+        kv_heads: heads of keys and values.
+        scale: factor on the scores.
+        latent: what is cached as values, put before the keys, are the keys.
     """
-    size, groups = form.head_dim, form.heads // form.kv_heads
-    out = np.zeros((len(rows), form.heads * size), dtype=q_TA.dtype)
-    done = np.zeros(len(rows), dtype=np.bool_)
+    count, heads, width = q_THD.shape
+    out: list[Real] = []
+    done = np.zeros(count, dtype=np.bool_)
     paths = rows.paths()
-    for t in range(len(rows)):
+    for t in range(count):
         found = view.seen(int(rows.prompt_id[t]), int(rows.root[t]), paths[t], int(rows.call_id[t]))
         if found is None:
             continue
-        k_NGD, v_NGD = (part.reshape(len(part), form.kv_heads, size) for part in found)
-        q_GRD = q_TA[t].reshape(form.kv_heads, groups, size)
-        score_GRN = np.matmul(q_GRD, k_NGD.transpose(1, 2, 0)) / np.sqrt(size)
+        k, v = found
+        if latent:
+            k = np.concatenate([v, k], axis=1)
+        k_NGD, v_NGE = (part.reshape(len(part), kv_heads, -1) for part in (k, v))
+        q_GRD = q_THD[t].reshape(kv_heads, heads // kv_heads, width)
+        score_GRN = np.matmul(q_GRD, k_NGD.transpose(1, 2, 0)) * scale
         weight_GRN = np.exp(score_GRN - score_GRN.max(axis=-1, keepdims=True))
         weight_GRN /= weight_GRN.sum(axis=-1, keepdims=True)
-        out[t] = np.matmul(weight_GRN, v_NGD.transpose(1, 0, 2)).reshape(-1)
+        out.append(np.matmul(weight_GRN, v_NGE.transpose(1, 0, 2)).reshape(heads, -1))
         done[t] = True
-    return out, done
+    whole = np.zeros((count, *(out[0].shape if out else (heads, width))), dtype=q_THD.dtype)
+    if out:
+        whole[done] = np.stack(out)
+    return whole, done

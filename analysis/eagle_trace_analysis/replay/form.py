@@ -24,7 +24,8 @@ class Rope:
 
     Attributes:
         theta: base of the frequencies.
-        kind: ``default``, ``linear``, ``llama3`` or ``yarn`` (transformers' names).
+        kind: ``default``, ``linear``, ``llama3`` or ``yarn`` (transformers' names), or ``deepseek_yarn``, which is yarn
+            with DeepSeek's factor on cosines and sines.
         partial: share of the head that is rotated.
         parameters: what else `kind` needs, by transformers' names.
         interleaved: rotate neighbouring elements instead of the two halves of a head.
@@ -66,12 +67,20 @@ class Rope:
             return _llama3(base, self.parameters), 1.0
         if self.kind == "yarn":
             return _yarn(base, rotated, self.theta, self.parameters)
+        if self.kind == "deepseek_yarn":
+            given = self.parameters
+            return _yarn(base, rotated, self.theta, given)[0], grown(given, "mscale", 1.0) / grown(
+                given, "mscale_all_dim", 0.0
+            )
         return None
 
     def words(self) -> str:
         """In a few words."""
-        text = f"theta {self.theta:g}" + ("" if self.kind == "default" else f", {self.kind}")
+        kind = "DeepSeek's yarn" if self.kind == "deepseek_yarn" else self.kind
+        text = f"theta {self.theta:g}" + ("" if kind == "default" else f", {kind}")
         text += f" x {self.parameters['factor']:g}" if "factor" in self.parameters else ""
+        if self.kind == "deepseek_yarn" and "original_max_position_embeddings" in self.parameters:
+            text += f" from {self.parameters['original_max_position_embeddings']} tokens"
         text += "" if self.partial == 1 else f", {self.partial:g} of each head"
         text += f", {self.rounded} rounded to bfloat16" if self.rounded else ""
         return text + (", interleaved" if self.interleaved else "")
@@ -99,9 +108,30 @@ def _yarn(base: Float64, rotated: int, theta: float, given: Mapping[str, Any]) -
 
     low = max(math.floor(place(float(given.get("beta_fast", 32)))), 0)
     high = min(math.ceil(place(float(given.get("beta_slow", 1)))), rotated - 1)
-    ramp = np.clip((np.arange(rotated // 2) - low) / max(high - low, 1e-3), 0, 1)
+    ramp = np.clip((np.arange(len(base)) - low) / ((high - low) or 1e-3), 0, 1)
     scale = 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
     return base / factor * ramp + base * (1 - ramp), float(given.get("attention_factor") or scale)
+
+
+def grown(given: Mapping[str, Any], name: str, default: float) -> float:
+    """0.1 m ln(factor) + 1 with m the parameter of that name, as DeepSeek-V3's `modeling_deepseek.py` has it."""
+    factor = float(given.get("factor", 1.0))
+    return 0.1 * float(given.get(name, default)) * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+@dataclass(frozen=True)
+class Latent:
+    """Latent attention (DeepSeek-V2, section 2.1): keys and values of all heads come from one latent per token.
+
+    Attributes:
+        rank: width of the latent.
+        nope: the part of each query and key that is not rotated.
+        value: width of each head's value.
+    """
+
+    rank: int
+    nope: int
+    value: int
 
 
 @dataclass(frozen=True)
@@ -111,7 +141,10 @@ class Form:
     Attributes:
         eps: added to the mean square in every norm.
         rope: rotary embedding.
-        heads, kv_heads, head_dim: of the attention.
+        heads, kv_heads, head_dim: of the attention; with a latent, one key is there for all heads, and `head_dim` is
+            the part of each head that is rotated.
+        latent: what else latent attention has; None for another one.
+        scale: factor on the scores; None for 1 / sqrt(head_dim).
         norm_before_residual: the residual stream starts from the normed hidden state.
         norm_before_fc, fc_norm: norms on the target features (all of them together, or each).
         norm_output: the normed stream is carried to the next step.
@@ -136,6 +169,17 @@ class Form:
     window: int | None = None
     layer_ids: tuple[int, ...] | None = None
     target_width: int = 0
+    latent: Latent | None = None
+    scale: float | None = None
+
+    @property
+    def on_scores(self) -> float:
+        """Factor on the scores."""
+        return self.head_dim**-0.5 if self.scale is None else self.scale
+
+
+#: scalings that need the length that was trained first
+_OF_A_LENGTH = ("llama3", "yarn", "longrope", "deepseek_yarn")
 
 
 def rope_of(config: Mapping[str, Any], engine: Engine = SGLANG, trainer: Trainer | None = None) -> Rope:
@@ -143,9 +187,14 @@ def rope_of(config: Mapping[str, Any], engine: Engine = SGLANG, trainer: Trainer
     settings = engine.rope_settings(config)
     if trainer is not None:
         settings = trainer.rope(config, settings)
-    known = ("rope_theta", "rope_type", "partial_rotary_factor")
+    known = ("rope_theta", "rope_type", "partial_rotary_factor", "rope_interleave")
     rest = {key: value for key, value in settings.items() if key not in known}
     kind, theta = str(settings["rope_type"]), float(settings["rope_theta"])
+    if kind in _OF_A_LENGTH or (kind != "default" and config.get("kv_lora_rank") is not None):
+        # as transformers fills it in: one beside the parameters comes first
+        rest.setdefault("original_max_position_embeddings", config.get("max_position_embeddings") or 4096)
+        if (beside := config.get("original_max_position_embeddings")) is not None:
+            rest["original_max_position_embeddings"] = beside
     return Rope(theta, kind, float(settings["partial_rotary_factor"]), rest)
 
 
@@ -168,7 +217,7 @@ def form_of(config: Mapping[str, Any], engine: Engine = SGLANG) -> Form:
             fc_norm=engine.fc_norm(config),
         )
         layer, ids, window = engine.with_defaults(config), engine.captured_inputs(config, None, None), None
-    return Form(
+    form = Form(
         eps=float(layer["rms_norm_eps"]),
         # the next two are what a trainer was seen to do; no config that is deployed says it
         rope=replace(rope_of(layer, engine, trainer), rounded=str(config.get("rope_rounded") or "")),
@@ -184,3 +233,16 @@ def form_of(config: Mapping[str, Any], engine: Engine = SGLANG) -> Form:
         layer_ids=tuple(int(i) for i in ids) if ids else None,
         target_width=int(config.get("target_hidden_size") or layer["hidden_size"]),
     )
+    return form if layer.get("kv_lora_rank") is None else _with_latent(form, layer)
+
+
+def _with_latent(form: Form, layer: Mapping[str, Any]) -> Form:
+    """The form of latent attention, whose class takes every scaling of the rotation for its own yarn."""
+    latent = Latent(*(int(layer[name]) for name in ("kv_lora_rank", "qk_nope_head_dim", "v_head_dim")))
+    rotated = int(layer["qk_rope_head_dim"])
+    rope = replace(form.rope, partial=1.0, interleaved=layer.get("rope_interleave") is not False)
+    scale = (latent.nope + rotated) ** -0.5
+    if rope.kind != "default":
+        rope = replace(rope, kind="deepseek_yarn")
+        scale *= grown(rope.parameters, "mscale_all_dim", 0.0) ** 2
+    return replace(form, rope=rope, kv_heads=1, head_dim=rotated, latent=latent, scale=scale, norm_before_fc=False)

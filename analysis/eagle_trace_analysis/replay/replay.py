@@ -18,13 +18,13 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from eagle_trace.sites import Site, family_of, sites_of
+from eagle_trace.sites import Site, sites_of
 from eagle_trace_analysis.comparison.metrics import quantile, relative_error
 from eagle_trace_analysis.comparison.tolerance import BLOCK_TERMS, FACTOR, LOST, ONE_ROUNDING, UNIT
 from eagle_trace_analysis.replay.attention import View
@@ -185,10 +185,10 @@ class Replay:
         self.view_given = view is not None
         self.view = view or View(recorded, window=form.window)
         names = [site for site in recorded.trace.sites if recorded.data(site)]
-        self.sites: dict[str, Site] = {site.name: site for site in sites_of(names)}
+        self.sites: dict[str, Site] = {site.name: site for site in sites_of(names, recorded.trace.family)}
         layers = [int(match.group(1)) for name in names if (match := re.match(r"layer\.(\d+)\.", name))]
         self._last = f"layer.{max(layers, default=0)}"
-        self._steps = steps_of(family_of(names))
+        self._steps = steps_of(recorded.trace.family)
         self._done: dict[Node, Recomputed | str] = {}
 
     def varied(self, *, weights: Weights | None = None, view: View | None = None, **form: Any) -> Replay:
@@ -207,9 +207,9 @@ class Replay:
 
     def channels(self, site: str, rows: Int, channels: Int) -> Real:
         """Any channels of a step that `recompute` can recompute, on rows of the sample where it can: [T, C]."""
-        return self._computed(site, rows, channels)[0]
+        return self.computed(site, rows, channels)[0]
 
-    def _computed(self, site: str, rows: Int, channels: Int) -> tuple[Real, NDArray[np.bool_]]:
+    def computed(self, site: str, rows: Int, channels: Int) -> tuple[Real, NDArray[np.bool_]]:
         """A step on rows of the sample [T, C], and the rows whose inputs are all there, bool [T]."""
         found = self._step(site)
         if found is None:
@@ -271,7 +271,24 @@ class Replay:
         if unit <= UNIT["float32"]:
             count += FLOAT32_PRODUCT if site.product else 0.0
             count += sum(self.recorded.width(source) or 0 for source in site.inputs) / BLOCK_TERMS
+            if name.endswith(".attn.context"):
+                # a score is rounded relative to itself, and its exponential is off by as much as the score is
+                count += self._score(name.removesuffix(".context")) ** 2
         return count
+
+    @cache  # noqa: B019 (a replay lives as long as a diagnosis)
+    def _score(self, attention: str) -> float:
+        """Typical size of a score, q k / sqrt(size), of the largest head: |q| |k| / size for unrelated directions."""
+        q, k = (self.recorded.values(f"{attention}.{name}_rope") for name in "qk")
+        size = self.form.head_dim
+        if q is None or k is None or q.values.shape[1] % size or k.values.shape[1] % size:
+            return 0.0
+        q_norms, k_norms = (
+            np.linalg.norm(one.values[one.present].reshape(-1, one.values.shape[1] // size, size), axis=-1)
+            for one in (q, k)
+        )
+        typical = quantile(q_norms.max(axis=-1), 0.5) * quantile(k_norms.max(axis=-1), 0.5) / size
+        return typical if np.isfinite(typical) else 0.0
 
     def _recompute(self, site: str, step: int) -> Recomputed:
         if not self.has_step(site):
@@ -287,7 +304,7 @@ class Replay:
         if not len(rows):
             raise NotReplayedError("no rows recorded at this step")
         channels = sampled(target.values.shape[1], 1 << 30 if attention else CHANNELS)
-        expected, present = self._computed(site, rows, channels)
+        expected, present = self.computed(site, rows, channels)
         if expected.shape[1] != len(channels):
             raise NotReplayedError(f"{site} is {target.values.shape[1]} wide, as trained it would be "
                                    f"{expected.shape[1]}")  # fmt: skip

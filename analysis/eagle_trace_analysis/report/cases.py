@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from eagle_trace.store import is_url
 from eagle_trace_analysis.checkpoint.finding import CheckResult, Status
 from eagle_trace_analysis.comparison.result import Diff, SiteResult
 
@@ -58,7 +59,7 @@ _OF_STATUS: dict[Status, Outcome] = {
 
 def cases_of_check(result: CheckResult) -> Suite:
     """One case per check."""
-    config = str(Path(result.draft) / "config.json")
+    config = f"{result.draft}/config.json" if is_url(result.draft) else str(Path(result.draft) / "config.json")
     cases = tuple(
         Case(one.name, _OF_STATUS[one.status], one.evidence, one.cause or one.name, one.fix, config)
         for one in result.findings

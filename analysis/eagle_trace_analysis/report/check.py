@@ -25,6 +25,9 @@ def render_json(result: CheckResult) -> str:
 def render_text(result: CheckResult, console: Console) -> None:
     """Print the findings, those to act upon first, then the changes against the reference."""
     console.print(Text(f"{result.draft} ({result.format} format)", style="bold"))
+    if result.trainer:
+        console.print(Text(printable(result.trainer), style="dim"))
+    console.print(Text(printable(_judged_for(result))), soft_wrap=True)
     for finding in _ordered(result):
         _print_finding(finding, console)
     if result.changes:
@@ -41,7 +44,14 @@ def render_brief(result: CheckResult, console: Console) -> None:
     for finding in _ordered(result):
         if finding.status in (Status.FAIL, Status.WARN):
             _print_finding(finding, console)
+    if result.why:
+        console.print(Text(printable(_judged_for(result))), soft_wrap=True)
     console.print(Text(f"check: {summary(result)}", style="bold red" if result.exit_status else ""))
+
+
+def _judged_for(result: CheckResult) -> str:
+    """Which engine, and why this one where nobody named it."""
+    return f"judged for {result.engine}" + (f": {result.why}" if result.why else "")
 
 
 def render_stop(found: Sequence[Finding], console: Console) -> None:
@@ -57,7 +67,8 @@ def summary(result: CheckResult) -> str:
     """One line with the counts."""
     counts = {status: result.count(status) for status in Status}
     line = f"{counts[Status.FAIL]} failed, {counts[Status.WARN]} warned, {counts[Status.PASS]} passed"
-    return line + (f", {counts[Status.SKIP]} not checked" if counts[Status.SKIP] else "")
+    line += f", {counts[Status.SKIP]} not checked" if counts[Status.SKIP] else ""
+    return line + (f"; {result.fetched / 1e6:.1f} MB fetched" if result.fetched is not None else "")
 
 
 def _ordered(result: CheckResult) -> Iterator[Finding]:

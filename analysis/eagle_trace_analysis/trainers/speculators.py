@@ -6,10 +6,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from eagle_trace.errors import CheckpointError
-from eagle_trace_analysis.trainers.base import Training
+from eagle_trace_analysis.trainers.base import Doubt, Folder, Marks, Training
 
-NAME = "speculators"
+NAME = TITLE = "speculators"
+REFERENCE = "the speculators folder it came from"
 D2T = "offsets"
+LAYER_IDS, NAMES_LAYERS = "inputs", True
+#: it saves every setting, and has each in both forms
+FORMS: Mapping[str, bool] = {}
+#: transformers computes the angles of each batch
+SPARE_ROWS: int | None = None
 #: key of the decoder's config, and the model type it has where it names none
 DECODER, DECODER_TYPE = "transformer_layer_config", "qwen3"
 DRAFT_VOCABULARY = 32000
@@ -18,6 +24,23 @@ DRAFT_VOCABULARY = 32000
 def recognises(config: Mapping[str, Any]) -> bool:
     """Whether a config is in speculators format."""
     return DECODER in config or "speculators_model_type" in config
+
+
+def marks(folder: Folder) -> Marks | None:
+    """Its own format, or what `eagle-trace export` makes of it for a server."""
+    config = folder.config
+    if recognises(config):
+        return Marks((f"its config is in {NAME} format",), sure=True)
+    inner = config.get("eagle_config")
+    exported = isinstance(inner, Mapping) and {"norm_before_fc", "use_aux_hidden_state"} <= set(inner)
+    if exported and {"fc_norm", "norm_output", "draft_vocab_size"} <= set(config):
+        return Marks(("its config has the keys that `eagle-trace export` writes of a speculators draft",))
+    return None
+
+
+def doubts(config: Mapping[str, Any], theta: float, release: str | None) -> list[Doubt]:  # noqa: ARG001
+    """What is deployed of it is an export, which says what was trained."""
+    return []
 
 
 def decoder_of(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -32,7 +55,7 @@ def decoder_of(config: Mapping[str, Any]) -> dict[str, Any]:
     return {"model_type": DECODER_TYPE, **layer}
 
 
-def training_of(config: Mapping[str, Any]) -> Training:
+def training_of(config: Mapping[str, Any], release: str | None = None) -> Training:  # noqa: ARG001
     """How the draft with this config was trained.
 
     Raises:

@@ -56,6 +56,9 @@ PRELOADED = {
 }
 
 
+_THREADS = os.environ.get("OMP_NUM_THREADS")
+
+
 class _Job:
     """A module that runs: its process and the client that waits for it."""
 
@@ -167,6 +170,7 @@ def _become(job: dict[str, Any], streams: list[int], selector: selectors.BaseSel
         os.environ.update(job["environment"])
         os.chdir(job["folder"])
         _fill_memory()
+        _take_threads()
         _take_path()
         # a host's own processes are forked as well, and load its plugins as spawned ones do
         if "vllm" in sys.modules:
@@ -201,6 +205,15 @@ def _fill_memory() -> None:
         import ctypes
 
         ctypes.CDLL(None).mallopt(-6, int(filling))  # M_PERTURB
+
+
+def _take_threads() -> None:
+    """OpenMP reads ``OMP_NUM_THREADS`` when a program starts: tell it again."""
+    count = os.environ.get("OMP_NUM_THREADS")
+    if count and count != _THREADS:
+        import torch
+
+        torch.set_num_threads(int(count))
 
 
 def _take_path() -> None:

@@ -1,15 +1,22 @@
 """SGLang: what it loads, takes, ignores and refuses. The names of `eagle_trace_analysis.engines.base.Engine`."""
 
 from eagle_trace_analysis.engines.sglang.accepts import config_class, positions, refusals, repaired, target_refusals
+from eagle_trace_analysis.engines.sglang.classes import other_class
 from eagle_trace_analysis.engines.sglang.engine import (
     ARCHITECTURE,
     ARCHITECTURES,
     ENGINE,
+    FAMILY,
+    LAYER,
+    LAYER_SIZES,
+    MODEL_TYPE,
     NAME,
     OTHER_NAMES,
     READS,
+    REPLACES_EMBEDDING,
     STACKED,
     TITLE,
+    attention_words,
     canonical_name,
     captured_inputs,
     computes_nothing,
@@ -33,6 +40,7 @@ from eagle_trace_analysis.engines.sglang.engine import (
     with_defaults,
 )
 from eagle_trace_analysis.engines.sglang.gaps import gaps
+from eagle_trace_analysis.engines.sglang.kinds import loads_kind, serves_kind
 from eagle_trace_analysis.engines.sglang.schemes import SIDE_FILES, quantisation_refused, read_quantisation, scheme_of
 from eagle_trace_analysis.engines.sglang.target_classes import (
     feeds_since,
@@ -40,14 +48,16 @@ from eagle_trace_analysis.engines.sglang.target_classes import (
     target_class,
     why_it_cannot_serve,
 )
+from eagle_trace_analysis.engines.sglang.words import WORDS, ids_unread
 from eagle_trace_analysis.engines.sglang.written import flat_config
 
 __all__ = [
-    "ARCHITECTURE", "ARCHITECTURES", "ENGINE", "NAME", "OTHER_NAMES", "READS", "SIDE_FILES", "STACKED", "TITLE",
-    "canonical_name", "captured_inputs", "computes_nothing", "config_class", "copied_from_serving",
-    "copied_from_training", "default_inputs", "destinations", "entering_norm", "fc_norm", "fed_width",
-    "feeds_since", "flat_config", "gaps", "ids_that_capture", "is_known_target", "last_input", "layer_ids",
-    "layer_of", "norm_before_fc", "num_aux_hidden_states", "parameters", "positions", "quantisation_refused",
-    "read_quantisation", "refusals", "repaired", "rope_settings", "scheme_of", "skips_fc", "target_class",
-    "target_refusals", "uses_aux_hidden_state", "why_it_cannot_serve", "with_defaults",
+    "ARCHITECTURE", "ARCHITECTURES", "ENGINE", "FAMILY", "LAYER", "LAYER_SIZES", "MODEL_TYPE", "NAME", "OTHER_NAMES",
+    "READS", "REPLACES_EMBEDDING", "SIDE_FILES", "STACKED", "TITLE", "WORDS", "attention_words", "canonical_name",
+    "captured_inputs", "computes_nothing", "config_class", "copied_from_serving", "copied_from_training",
+    "default_inputs", "destinations", "entering_norm", "fc_norm", "fed_width", "feeds_since", "flat_config", "gaps",
+    "ids_that_capture", "ids_unread", "is_known_target", "last_input", "layer_ids", "layer_of", "loads_kind",
+    "norm_before_fc", "num_aux_hidden_states", "other_class", "parameters", "positions", "quantisation_refused",
+    "read_quantisation", "refusals", "repaired", "rope_settings", "scheme_of", "serves_kind", "skips_fc",
+    "target_class", "target_refusals", "uses_aux_hidden_state", "why_it_cannot_serve", "with_defaults",
 ]  # fmt: skip

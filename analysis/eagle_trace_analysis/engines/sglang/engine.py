@@ -11,6 +11,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from eagle_trace.families import EAGLE3
 from eagle_trace.recording import names as recorded
 from eagle_trace_analysis.engines.sglang import accepts
 
@@ -21,8 +22,13 @@ canonical_name = recorded.canonical_name
 STACKED = recorded.FUSED
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 ARCHITECTURES = frozenset({ARCHITECTURE})
+FAMILY = EAGLE3.name
+LAYER, MODEL_TYPE = "a llama layer", "llama"
+LAYER_SIZES = ("num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size", "intermediate_size")
 #: formats of trainers that the engine reads as they are
 READS: frozenset[str] = frozenset()
+#: a draft of the target's width computes with the target's embedding, whatever it ships
+REPLACES_EMBEDDING = True
 #: what other engines call a draft with the very same layer
 OTHER_NAMES = {
     "vLLM": frozenset({
@@ -210,6 +216,12 @@ def copied_from_training(ids: Sequence[int]) -> int | None:
     """Whether serving ids look like speculators' default, copied as it is: the number of layers it fits, or None."""
     counted = ids[-1] + 3 if ids else 0
     return counted if counted >= 8 and list(ids) == default_inputs(counted) else None
+
+
+def attention_words(full: Mapping[str, Any]) -> str:
+    """The sizes of the attention in a config with defaults."""
+    queries, keys, width = (full[key] for key in LAYER_SIZES[:3])
+    return f"{queries} heads, {keys} key-value heads of {width}"
 
 
 def parameters(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:

@@ -6,11 +6,17 @@ from eagle_trace_analysis.engines.vllm.engine import (
     ARCHITECTURE,
     ARCHITECTURES,
     ENGINE,
+    FAMILY,
+    LAYER,
+    LAYER_SIZES,
+    MODEL_TYPE,
     NAME,
     OTHER_NAMES,
     READS,
+    REPLACES_EMBEDDING,
     STACKED,
     TITLE,
+    attention_words,
     canonical_name,
     captured_inputs,
     computes_nothing,
@@ -30,6 +36,7 @@ from eagle_trace_analysis.engines.vllm.engine import (
     layer_of,
     norm_before_fc,
     num_aux_hidden_states,
+    other_class,
     parameters,
     quantisation_refused,
     rope_settings,
@@ -38,19 +45,22 @@ from eagle_trace_analysis.engines.vllm.engine import (
     uses_aux_hidden_state,
     with_defaults,
 )
+from eagle_trace_analysis.engines.vllm.kinds import loads_kind, serves_kind
 from eagle_trace_analysis.engines.vllm.target_classes import (
     feeds_since,
     is_known_target,
     target_class,
     why_it_cannot_serve,
 )
+from eagle_trace_analysis.engines.vllm.words import WORDS, ids_unread
 
 __all__ = [
-    "ARCHITECTURE", "ARCHITECTURES", "ENGINE", "NAME", "OTHER_NAMES", "READS", "SIDE_FILES", "STACKED", "TITLE",
-    "canonical_name", "captured_inputs", "computes_nothing", "config_class", "copied_from_serving",
-    "copied_from_training", "default_inputs", "destinations", "entering_norm", "fc_norm", "fed_width", "feeds_since",
-    "flat_config", "gaps", "ids_that_capture", "is_known_target", "last_input", "layer_ids", "layer_of",
-    "norm_before_fc", "num_aux_hidden_states", "parameters", "positions", "quantisation_refused", "read_quantisation",
-    "refusals", "repaired", "rope_settings", "scheme_of", "skips_fc", "target_class", "target_refusals",
-    "uses_aux_hidden_state", "why_it_cannot_serve", "with_defaults",
+    "ARCHITECTURE", "ARCHITECTURES", "ENGINE", "FAMILY", "LAYER", "LAYER_SIZES", "MODEL_TYPE", "NAME", "OTHER_NAMES",
+    "READS", "REPLACES_EMBEDDING", "SIDE_FILES", "STACKED", "TITLE", "WORDS", "attention_words", "canonical_name",
+    "captured_inputs", "computes_nothing", "config_class", "copied_from_serving", "copied_from_training",
+    "default_inputs", "destinations", "entering_norm", "fc_norm", "fed_width", "feeds_since", "flat_config", "gaps",
+    "ids_that_capture", "ids_unread", "is_known_target", "last_input", "layer_ids", "layer_of", "loads_kind",
+    "norm_before_fc", "num_aux_hidden_states", "other_class", "parameters", "positions", "quantisation_refused",
+    "read_quantisation", "refusals", "repaired", "rope_settings", "scheme_of", "serves_kind", "skips_fc",
+    "target_class", "target_refusals", "uses_aux_hidden_state", "why_it_cannot_serve", "with_defaults",
 ]  # fmt: skip

@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from eagle_trace.recording import names as recorded
-from eagle_trace_analysis.engines.base import Gap
+from eagle_trace_analysis.engines.base import Engine, Gap
 from eagle_trace_analysis.engines.sglang import accepts
 from eagle_trace_analysis.engines.sglang import engine as shared
 from eagle_trace_analysis.engines.sglang.written import decoder_keys
@@ -28,10 +28,14 @@ ARCHITECTURES = frozenset({
     "Eagle3Qwen3vlForCausalLM",
 })  # fmt: skip
 OTHER_NAMES: Mapping[str, Collection[str]] = {}
+FAMILY, LAYER, MODEL_TYPE, LAYER_SIZES = shared.FAMILY, shared.LAYER, shared.MODEL_TYPE, shared.LAYER_SIZES
 #: formats that the engine reads as they are
 READS = frozenset({"speculators"})
+#: the target's embedding is shared only where the draft ships none, or the same
+REPLACES_EMBEDDING = False
 
 with_defaults = shared.with_defaults
+attention_words = shared.attention_words
 rope_settings = shared.rope_settings
 default_inputs = shared.default_inputs
 layer_of = shared.layer_of
@@ -180,3 +184,8 @@ def quantisation_refused(said: Mapping[str, Any]) -> tuple[str, str] | None:  # 
 def scheme_of(said: Mapping[str, Any]) -> str:
     """What the engine then holds is not known here."""
     return f"what {ENGINE} loads under {said.get('quant_method') or 'no quant_method'} is not known here"
+
+
+def other_class(config: Mapping[str, Any]) -> Engine | None:  # noqa: ARG001 (SGLang's has tables for another)
+    """No other class has tables here."""
+    return None

@@ -7,13 +7,16 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from eagle_trace.families import Family
-from eagle_trace_analysis.replay.families import eagle3
+from eagle_trace.families import EAGLE3, EAGLE3_MLA, Family
+from eagle_trace_analysis.replay.families import eagle3, eagle3_mla
 from eagle_trace_analysis.replay.inputs import Inputs
 
 #: (inputs, decoder layer such as ``layer.0``) -> rows [T, C]
 Step = Callable[[Inputs, str], NDArray[Any]]
-_STEPS: Mapping[str, Mapping[str, Step]] = {"eagle3": eagle3.STEPS}
+_STEPS: Mapping[str, Mapping[str, Step]] = {
+    EAGLE3.name: eagle3.STEPS,
+    EAGLE3_MLA.name: eagle3_mla.STEPS,
+}
 
 
 def steps_of(family: Family) -> Mapping[str, Step]:

@@ -70,7 +70,8 @@ def hidden_norm(i: Inputs, at: str) -> Real:
     return i.norm(i.site(f"layer.{number - 1}.out"), name)[:, i.channels]
 
 
-def _entering(i: Inputs, at: str) -> Real:
+def entering(i: Inputs, at: str) -> Real:
+    """What attention is given: the normed stream, in the first layer behind the normed embedding."""
     parts = [i.site(f"{at}.hidden_norm")]
     if at == "layer.0":
         parts.insert(0, i.site(f"{at}.embed_norm"))
@@ -82,11 +83,11 @@ def _projection(name: str) -> Callable[[Inputs, str], Real]:
         base = f"layers.{at[6:]}.self_attn.{name}"
         norm = f"{base}_norm.weight"
         if norm not in i.weights:
-            return i.product(_entering(i, at), f"{base}_proj.weight")
+            return i.product(entering(i, at), f"{base}_proj.weight")
         # Qwen3: each head normed; needs whole heads
         every = i.channels
         i.channels = np.arange(i.weights.shape(f"{base}_proj.weight")[0])
-        out = i.product(_entering(i, at), f"{base}_proj.weight")
+        out = i.product(entering(i, at), f"{base}_proj.weight")
         heads = i.norm(out.reshape(len(out), -1, i.form.head_dim), norm)
         i.channels = every
         return heads.reshape(out.shape)[:, every]
@@ -110,9 +111,12 @@ def context(i: Inputs, at: str) -> Real:
     ):
         raise NotReplayedError(f"queries of width {q.shape[1]} do not make {i.form.heads} heads as trained")
     i.view.layer = at
-    out, done = attend(q, i.recorded.keys.take(i.at), i.view, i.form)
+    queries = q.reshape(len(q), i.form.heads, i.form.head_dim)
+    out, done = attend(
+        queries, i.recorded.keys.take(i.at), i.view, kv_heads=i.form.kv_heads, scale=i.form.on_scores
+    )  # fmt: skip
     i.present &= done
-    return out[:, i.channels]
+    return out.reshape(len(out), -1)[:, i.channels]
 
 
 def attn_out(i: Inputs, at: str) -> Real:
