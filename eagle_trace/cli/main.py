@@ -21,6 +21,7 @@ from eagle_trace.cli.diff import diff
 from eagle_trace.cli.export import export
 from eagle_trace.cli.record import record
 from eagle_trace.cli.show import show
+from eagle_trace.cli.tokens import tokens
 from eagle_trace.errors import EagleTraceError
 from eagle_trace.printable import printable
 
@@ -79,6 +80,7 @@ app.command()(show)
 app.command()(check)
 app.command()(demo)
 app.command()(export)
+app.command()(tokens)
 
 
 def _print_version(asked: bool) -> None:

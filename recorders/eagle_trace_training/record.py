@@ -190,20 +190,28 @@ def keys_of(tasks: Sequence[Task]) -> list[str]:
     return [str(record["prompt_key"]) for record in records]
 
 
+def load_tokenizer(target: Path) -> Any:
+    """The tokenizer that lies in a target's folder, as training loads it.
+
+    Raises:
+        PromptsError: there is none.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(target)
+    except (OSError, ValueError) as error:
+        raise PromptsError(f"cannot load the tokenizer of {target}: give the prompts as input_ids") from error
+
+
 def prompt_tasks(prompts: list[Prompt], target: Path | None) -> list[Task]:
     """Prompts as tasks on their own tokens.
 
     Raises:
         PromptsError: a prompt cannot be tokenized with what the target's folder holds.
     """
-    tokenizer = None
-    if target is not None and any(prompt.input_ids is None for prompt in prompts):
-        from transformers import AutoTokenizer
-
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(target)
-        except (OSError, ValueError) as error:
-            raise PromptsError(f"cannot load the tokenizer of {target}: give the prompts as input_ids") from error
+    asks = target is not None and any(prompt.input_ids is None for prompt in prompts)
+    tokenizer = load_tokenizer(target) if asks and target is not None else None
     tasks = []
     for number, prompt in enumerate(prompts):
         token_ids = tokenize(prompt, tokenizer)

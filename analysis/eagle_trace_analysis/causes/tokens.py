@@ -6,9 +6,11 @@ import numpy as np
 
 from eagle_trace.reader import Trace
 from eagle_trace_analysis.causes.base import Cause, Outcome, confirmed, not_tested, ruled_out
+from eagle_trace_analysis.comparison.checks import prompt_tokens
 from eagle_trace_analysis.evidence.context import Context
 from eagle_trace_analysis.evidence.features import channel_error
 from eagle_trace_analysis.evidence.misplaced import misplaced
+from eagle_trace_analysis.pairing.templates import Vocabulary, where_templates_part
 
 
 def check_differ(context: Context) -> Outcome:
@@ -21,6 +23,9 @@ def check_differ(context: Context) -> Outcome:
         total = int(context.train.prompts["num_prompt_tokens"].sum())
         return ruled_out(f"{total:,} prompt tokens of {len(shared)} prompts are equal")
     evidence = f"{len(found)} of {len(shared)} prompts differ; {found[0].why}"
+    tokens = [prompt_tokens(trace)[found[0].prompt_key][1] for trace in (context.train, context.serve)]
+    words = where_templates_part(tokens[0].tolist(), tokens[1].tolist(), Vocabulary.of(context.target_path))
+    evidence += f": {words}" if words else ""
     return confirmed(evidence, "use one chat template, one BOS rule and one truncation on both sides", "token")
 
 

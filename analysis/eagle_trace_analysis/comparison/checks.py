@@ -169,7 +169,7 @@ def _or_end(token: int | None) -> str:
 
 def check_prompts(alignment: Alignment) -> list[PromptMismatch]:
     """Prompts that both sides name alike and that consist of different tokens."""
-    train, serve = _prompt_tokens(alignment.train), _prompt_tokens(alignment.serve)
+    train, serve = prompt_tokens(alignment.train), prompt_tokens(alignment.serve)
     found = []
     for key in alignment.prompt_keys:
         (prompt_id, a), (_, b) = train[key], serve[key]
@@ -184,7 +184,8 @@ def check_prompts(alignment: Alignment) -> list[PromptMismatch]:
     return found
 
 
-def _prompt_tokens(trace: Trace) -> dict[str, tuple[int, Int]]:
+def prompt_tokens(trace: Trace) -> dict[str, tuple[int, Int]]:
+    """Number and token ids of each prompt, by its key, without what was answered."""
     found = {}
     for row in trace.table("prompts").select(["prompt_key", "prompt_id", "token_ids", "num_prompt_tokens"]).to_pylist():
         # slicing by None keeps all: a trace that does not say how many belong to the prompt
