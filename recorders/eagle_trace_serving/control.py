@@ -142,6 +142,7 @@ class Control:
             if not self._wait(lambda: run.outcome is not None or self._all_said("recording"), BEGIN_SECONDS):
                 raise RecordingError(f"the recorder did not begin within {BEGIN_SECONDS:.0f} s")  # noqa: TRY301
             self._raise_failure(run.outcome)
+            run.begun = True
         except BaseException as error:
             self._give_up(run, error)
             raise
@@ -165,8 +166,15 @@ class Control:
 
     @property
     def state(self) -> str:
-        """``starting``, ``ready`` or ``recording``; asks nobody."""
-        return "recording" if self._run is not None else "ready" if self._armed() else "starting"
+        """``starting``, ``ready`` or ``recording``; asks nobody.
+
+        A recording that is being begun is ``starting``, too: a request that comes before it is ``recording`` may be
+        none of it.
+        """
+        run = self._run
+        if run is None:
+            return "ready" if self._armed() else "starting"
+        return "recording" if run.begun else "starting"
 
     @property
     def recording_into(self) -> str | None:

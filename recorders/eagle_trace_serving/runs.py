@@ -37,5 +37,7 @@ class Run:
     number: int
     order: Order
     outcome: dict[str, Any] | None = None
+    #: every recorder has its hooks in place: what comes from now on is recorded
+    begun: bool = False
     #: the recorders were told to end it
     called_off: bool = False

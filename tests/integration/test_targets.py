@@ -171,6 +171,7 @@ def test_of_a_server_that_sees_images_the_requests_of_text_are_recorded(tmp_path
     # SGLang warms a multimodal server up with a chat, which wants a template
     arguments.append("--skip-server-warmup")
     with warm(), server(tmp_path, qwen.pair.target, qwen.deployed, *arguments, EAGLE_TRACE_REQUESTS="1") as running:
+        running.wait_until("recording")
         sampling = {"max_new_tokens": 8, "temperature": 0}
         text = "w20 w21 <|vision_start|> <|image_pad|> <|vision_end|> w30"
         seen = running.post("/generate", {"text": text, "image_data": an_image(), "sampling_params": sampling})

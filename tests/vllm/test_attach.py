@@ -47,6 +47,15 @@ class Served:
             answer: dict[str, Any] = json.load(response)
         return answer
 
+    @property
+    def status(self) -> Any:
+        """What the recorder is doing."""
+        return json.load(urllib.request.urlopen(f"{self.url}/eagle_trace"))
+
+    def wait_until(self, state: str) -> None:
+        """Wait for a state of the recorder."""
+        wait_for(lambda: self.status["state"] == state, lambda: self.status)
+
     def complete(self, prompt: str, **more: Any) -> list[int]:
         """The token ids of a greedy answer."""
         body = {"prompt": prompt, "max_tokens": 12, "temperature": 0, "return_token_ids": True}
@@ -92,6 +101,7 @@ def serving(log: Path, **variables: str) -> Iterator[Served]:
 def armed(warm: Warm, folder: Path) -> Iterator[Served]:
     """A server that records its next two requests by itself."""
     with warm(), serving(folder / "armed.log", EAGLE_TRACE_OUT=str(folder / "armed"), EAGLE_TRACE_REQUESTS="2") as one:
+        one.wait_until("recording")  # it serves before, if that takes long
         yield one
 
 
@@ -101,11 +111,7 @@ def sealed(folder: Path) -> list[Trace]:
 
 def test_its_next_requests_are_recorded_without_being_asked(armed: Served, folder: Path, train: Train) -> None:
     answers = [armed.complete("The return statement"), armed.complete("A list comprehension", request_id="mine")]
-
-    def status() -> Any:
-        return json.load(urllib.request.urlopen(f"{armed.url}/eagle_trace"))
-
-    wait_for(lambda: status()["state"] == "ready", status)
+    armed.wait_until("ready")
     (trace,) = sealed(folder / "armed")
     assert [list(ids) for ids in trace.prompts["output_ids"]] == answers
     assert trace.prompts["request_id"][1] == "mine"
@@ -127,6 +133,7 @@ def test_attach_records_texts_and_messages(armed: Served, folder: Path, train: T
 def test_what_is_being_recorded_is_sealed_when_the_server_ends(warm: Warm, folder: Path) -> None:
     place = folder / "ended"
     with warm(), serving(folder / "ended.log", EAGLE_TRACE_OUT=str(place)) as served:
+        served.wait_until("recording")
         served.complete("The return statement")
         served.end()
     (trace,) = sealed(place)

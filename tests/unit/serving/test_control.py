@@ -146,6 +146,19 @@ def test_a_recording_begins_and_ends_on_every_rank(control: Control, tmp_path: P
     assert [rank.told for rank in ranks] == [["begin", "finish"]] * 2
 
 
+def test_a_recording_that_has_not_begun_everywhere_is_starting(control: Control, tmp_path: Path) -> None:
+    ranks = [Rank(0, 2), Rank(1, 2, deaf="begin")]
+    starting = threading.Thread(target=control.start, args=(order(tmp_path),))
+    starting.start()
+    wait_for(lambda: all("begin" in rank.told for rank in ranks), lambda: [rank.told for rank in ranks])
+    assert control.status()["state"] == control.state == "starting"
+    ranks[1].say("recording", number=ranks[0].number)
+    starting.join(LONG)
+    assert control.state == "recording"
+    control.finish()
+    assert control.state == "ready"
+
+
 def test_one_recording_at_a_time(control: Control, tmp_path: Path) -> None:
     Rank()
     control.start(order(tmp_path))
