@@ -10,6 +10,7 @@ from typing import Any
 
 from eagle_trace.checkpoints import read_config, text_config
 from eagle_trace.errors import CheckpointError
+from eagle_trace.families import EAGLE3
 from eagle_trace_analysis.checkpoint.export import config_for, second_names, trained_layer_ids
 from eagle_trace_analysis.checkpoint.files import Checkpoint, StoredTensor, has_weights, open_checkpoint, stored_dtype
 from eagle_trace_analysis.checkpoint.kinds import Kind, recognise, refuse_other_types
@@ -112,6 +113,8 @@ class Subject:
     @property
     def ask(self) -> str:
         """What to give where the training has to be known and is not."""
+        if self.origin is None and EAGLE3.name != self.engine.FAMILY:
+            return "how it was trained is not known: no trainer known here writes it down for such a draft"
         trainer = self.origin.trainer if self.origin is not None else speculators
         return f"the training config is not known: give --reference, {trainer.REFERENCE}"
 
@@ -358,14 +361,16 @@ def _as_exported(
 ) -> dict[str, Any]:
     config = checkpoint.config
     # ids that cannot be written down are the layer-ids check's to report; any others stand in for them here
-    writable = ids if ids and min(ids) >= 1 else list(range(1, 1 + len(ids or (1, 2, 3))))
+    said = ids and engine.ids_that_capture(ids, None, None) is not None
+    writable = ids if ids and said else list(range(1, 1 + len(ids or (1, 2, 3))))
     seen: dict[str, Any] = {}
     if target and engine.ids_that_capture(writable, target.layers, target.architecture) is not None:
         seen = {"architectures": [target.architecture], "num_hidden_layers": target.layers}
     served = config_for(engine, config, writable, stored_dtype(checkpoint.tensors) or "float32", seen)
     if ids is None or writable != ids:
-        served["eagle_config"] = {
-            k: v for k, v in served["eagle_config"].items() if k != "eagle_aux_hidden_state_layer_ids"
-        }
+        outer, _, key = engine.WORDS.ids_key.rpartition(".")
+        if outer:
+            served[outer] = dict(served[outer])
+        del (served[outer] if outer else served)[key]
         served["num_aux_hidden_states"] = len(writable)
     return served
