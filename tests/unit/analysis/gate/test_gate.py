@@ -267,14 +267,36 @@ def test_the_commands_write_all_formats(tmp_path: Path) -> None:
         assert (done.exit_code, "Traceback" in done.output) == (2, False)
 
 
+#: of the schema that Jenkins' xUnit plugin holds reports against (junit-10): elements that are written, with attributes
+#: that they may have, those that they must have, and the elements that they may hold
+SCHEMA: dict[str, tuple[set[str], set[str], set[str]]] = {
+    "testsuites": ({"name", "time", "tests", "failures", "errors"}, set(), {"testsuite"}),
+    "testsuite": (
+        {"name", "tests", "failures", "errors", "time", "skipped", "timestamp"},
+        {"name", "tests", "failures", "errors"},
+        {"testcase", "system-out"},
+    ),
+    "testcase": ({"name", "time", "classname"}, {"name"}, {"skipped", "error", "failure", "system-out"}),
+    "failure": ({"type", "message"}, set(), set()),
+    "error": ({"type", "message"}, set(), set()),
+    "skipped": ({"type", "message"}, set(), set()),
+    "system-out": (set(), set(), set()),
+}
+
+
 def check_junit(text: str) -> int:
     """Assert that readers of JUnit XML find what they look for; how many failures and errors there are."""
     root = ET.fromstring(text)
+    for element in root.iter():
+        allowed, required, children = SCHEMA[element.tag]
+        assert required <= set(element.attrib) <= allowed, element.tag
+        assert {child.tag for child in element} <= children, element.tag
     (suite,) = root
     cases = suite.findall("testcase")
     assert (root.tag, suite.tag, int(suite.attrib["tests"])) == ("testsuites", "testsuite", len(cases))
     for attribute, tag in (("failures", "failure"), ("errors", "error"), ("skipped", "skipped")):
-        assert int(suite.attrib[attribute]) == int(root.attrib[attribute]) == len(suite.findall(f"testcase/{tag}"))
+        count = len(suite.findall(f"testcase/{tag}"))
+        assert int(suite.attrib[attribute]) == int(root.attrib.get(attribute, count)) == count
     assert all(case.get("name") and case.get("classname") and len(case) <= 1 for case in cases)
     assert len({case.get("name") for case in cases}) == len(cases), "readers take one name for one case"
     return len(suite.findall("testcase/failure")) + len(suite.findall("testcase/error"))
