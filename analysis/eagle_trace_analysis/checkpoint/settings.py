@@ -186,6 +186,13 @@ def _rope_fix(differ: list[str], trained: dict[str, Any]) -> str:
 def check_eps(subject: Subject) -> Finding:
     """`rms_norm_eps` against the training."""
     served = float(subject.full["rms_norm_eps"])
+    if served < 0:
+        return failed(
+            "norm-eps",
+            "norm-eps",
+            f"rms_norm_eps is {served:g}: the root of a mean square less than that is not a number",
+            "set rms_norm_eps as trained (1e-5, 1e-6)",
+        )
     if subject.trained_layer is None:
         return skipped("norm-eps", "norm-eps", f"served with rms_norm_eps {served:g}; {subject.ask}")
     trained = float(subject.trained_layer["rms_norm_eps"])
