@@ -31,7 +31,7 @@ from tests.support.published_heads import (
     with_values,
 )
 
-SUPPORT = Path(__file__).parents[2] / "docs" / "support.md"
+SUPPORT = Path(__file__).parents[4] / "docs" / "support.md"
 
 
 @pytest.mark.parametrize("engine", ENGINES)
