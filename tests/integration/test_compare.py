@@ -17,6 +17,7 @@ from typer.testing import CliRunner, Result
 from eagle_trace import open_trace
 from eagle_trace.cli.main import app
 from eagle_trace.jobs.comparison import Comparison
+from eagle_trace.jobs.tokens import compare_tokens
 from tests.support import faults
 from tests.support.attached import server
 from tests.support.endings import ending_of
@@ -159,5 +160,9 @@ def test_a_server_that_runs_already_is_compared_with_the_training(
     chain = ["--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "4", "--disable-radix-cache"]
     with warm(), server(place, TARGET, deployed, *chain, EAGLE_TRACE_REQUESTS="0") as running:
         done = compare("--trained", DRAFT, "--against", running.url)
+        asked = place / "asked.jsonl"
+        asked.write_text('{"prompt": "Hello"}\n{"messages": [{"role": "user", "content": "How are you?"}]}\n')
+        tokens = list(compare_tokens(TARGET, asked, running.url))
+    assert [(one.at, one.training == one.serving) for one in tokens] == [(None, True)] * 2
     assert done.exit_code == 0, done.output
     assert ending_of(done.stdout)[0].startswith("agree: ")
