@@ -98,8 +98,7 @@ class Reach:
         except CheckpointError:
             raise
         except FileNotFoundError as error:
-            said = reason(error) if "gated" in str(error).lower() or "401" in str(error) else "it is not there"
-            raise CheckpointError(f"cannot {what} {self.place}: {said}") from error
+            raise CheckpointError(f"cannot {what} {self.place}: it is not there") from error
         except Exception as error:  # every driver has errors of its own
             raise CheckpointError(f"cannot {what} {self.place}: {reason(error)}") from error
 
@@ -178,6 +177,11 @@ class RemotePath:
     def resolve(self) -> RemotePath:
         """Itself."""
         return self
+
+    @property
+    def parent(self) -> RemotePath:
+        """The folder: nothing beside or above it is looked at."""
+        return RemotePath(self._reach)
 
     def _size(self) -> int:
         if not self.is_file():

@@ -230,6 +230,19 @@ def test_a_trainer_that_is_not_known_is_refused_by_its_name(tmp_path: Path) -> N
         check(draft, trainer="nonsense==1")
 
 
+def test_a_draft_in_a_trainers_own_format_is_no_other_trainers(tmp_path: Path) -> None:
+    draft = make.write_checkpoint(tmp_path, make.speculators_config(), make.draft_tensors())
+    with pytest.raises(UsageError, match="is in speculators's format, and --trainer names SpecForge"):
+        check(draft, trainer="specforge")
+
+
+def test_a_recipe_given_as_a_reference_is_told_its_place(tmp_path: Path) -> None:
+    draft = make.write_checkpoint(tmp_path / "draft", flat(), tensors())
+    (tmp_path / "run.yaml").write_text("data: {max_length: 1}")
+    with pytest.raises(CheckpointError, match="a recipe goes to --recipe"):
+        check(draft, reference=tmp_path / "run.yaml")
+
+
 def in_training(folder: Path, config: Config, place: str = "draft_config.json") -> Path:
     """What SpecForge leaves in training: names as they are, the embedding left out, other things beside."""
     torch = pytest.importorskip("torch")
