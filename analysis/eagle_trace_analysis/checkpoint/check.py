@@ -84,7 +84,7 @@ BY_NAME = (
     check_window,
 )
 #: of a tensor that lies elsewhere, the most that is fetched to look at its values
-FETCHED_WHOLE = 1 << 20
+FETCHED_WHOLE = 1 << 18
 
 
 def check(

@@ -24,6 +24,8 @@ Result = TypeVar("Result")
 MOST_TEXT = 32 << 20
 #: of a large file, what is fetched at least when its beginning is read: one request for most headers
 HEADER_BYTES = 64 << 10
+#: what is kept of what was read, since several checks read the same small tensors: a range, and all of them
+KEPT_RANGE, KEPT_ALL = 2 << 20, 32 << 20
 #: how long one folder may be asked, all requests together [s]
 SECONDS = 300.0
 #: packages that bring a protocol's driver
@@ -55,6 +57,7 @@ class Reach:
         self.place, self.root = place, root.rstrip("/")
         self.meter = Meter(place)
         self._filesystem = filesystem
+        self._kept: dict[tuple[str, int, int], bytes] = {}
         found = self.ask("list", lambda: filesystem.ls(self.root, detail=True))
         self.sizes: dict[str, int] = self.ask("list", lambda: dict(self._entries(found)))
 
@@ -73,7 +76,9 @@ class Reach:
         Raises:
             CheckpointError: the other side gives others.
         """
-        path = f"{self.root}/{name}"
+        path, wanted = f"{self.root}/{name}", (name, start, length)
+        if (kept := self._kept.get(wanted)) is not None:
+            return kept
 
         def work() -> bytes:
             with self._filesystem.open(path, "rb", cache_type="none") as file:
@@ -87,6 +92,8 @@ class Reach:
                 "serve the file that it lists"
             )
         self.meter.fetched += len(data)
+        if length <= KEPT_RANGE and sum(map(len, self._kept.values())) + length <= KEPT_ALL:
+            self._kept[wanted] = data
         return data
 
     def ask(self, what: str, work: Callable[[], Result]) -> Result:
