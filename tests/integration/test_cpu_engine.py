@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,14 +20,12 @@ pytest.importorskip("sglang")
 import torch
 from transformers import AutoModelForCausalLM
 
-from eagle_trace_serving import process
 from sglang_cpu_eagle import cpu_environment
+from tests.support.own_process import run_module
 from tests.support.tiny_models import write_tiny_draft, write_tiny_target
 from tests.support.warm.start import Warm
 
 pytestmark = pytest.mark.integration
-
-ROOT = Path(__file__).resolve().parents[2]
 
 Answers = list[list[dict[str, Any]]]
 Engines = Callable[[str, str], Answers]
@@ -89,20 +86,11 @@ def _run(folder: Path, options: dict[str, Any], requests: list[dict[str, Any]]) 
     job = {"options": OPTIONS | options, "requests": requests, "answers": str(folder / "answers.json")}
     (folder / "job.json").write_text(json.dumps(job))
     environment = cpu_environment(os.environ)
-    environment["PYTHONPATH"] += os.pathsep.join(["", str(info.parent), str(ROOT)])
+    environment["PYTHONPATH"] += os.pathsep + str(info.parent)
     environment["SGLANG_PLUGINS"] = "eagle_trace_cpu_test"
     # Threads only wait for one another on matrices this small.
     environment["OMP_NUM_THREADS"] = "1"
-    done = subprocess.run(
-        [*process.PYTHON, "tests.support.engine_run", str(folder / "job.json")],
-        env=environment,
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-8000:]
+    run_module("tests.support.engine_run", folder / "job.json", environment=environment)
     answers: Answers = json.loads((folder / "answers.json").read_text())
     return answers
 

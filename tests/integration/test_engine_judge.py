@@ -27,6 +27,7 @@ from tests.support.config_classes import MODEL_TYPES, flat_config, write_config
 from tests.support.engine_judge import ask
 from tests.support.pairs import DRAFT, TARGET
 from tests.support.target_cases import TARGETS
+from tests.support.warm.start import Warm
 
 pytest.importorskip("sglang")
 pytestmark = pytest.mark.integration
@@ -157,7 +158,7 @@ def whole_folders(root: Path, healthy: Folders) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def answer(tmp_path_factory: pytest.TempPathFactory, healthy: Folders) -> dict[str, Any]:
+def answer(tmp_path_factory: pytest.TempPathFactory, healthy: Folders, warm: Warm) -> dict[str, Any]:
     """Every cell's verdict, those of whole folders, and the registry of target classes."""
     folder = tmp_path_factory.mktemp("judge")
     configs = list(cells())
@@ -165,7 +166,8 @@ def answer(tmp_path_factory: pytest.TempPathFactory, healthy: Folders) -> dict[s
     whole = whole_folders(folder / "whole", healthy)
     model = make.write_checkpoint(folder / "model", make.decoder_config(1), make.target_tensors())
     targets = [str(write_config(folder / "targets" / name, config)) for name, (config, _) in TARGETS.items()]
-    given = ask(folder / "exchange", model, [*drafts, *whole.values()], registry=True, targets=targets)
+    with warm():
+        given = ask(folder / "exchange", model, [*drafts, *whole.values()], registry=True, targets=targets)
     verdicts = given["verdicts"]
     return given | {
         "judged": [(*cell, verdict) for cell, verdict in zip(configs, verdicts, strict=False)],
@@ -294,8 +296,9 @@ def test_a_targets_config_stops_the_engine_where_the_check_says_so(answer: dict[
     assert (stopped is not None) == bool(key), stopped
 
 
-def test_table_of_config_classes_is_the_installed_packages_own(tmp_path: Path) -> None:
-    assert config_classes.TABLE.read_text() == config_classes.to_text(config_classes.find(tmp_path))
+def test_table_of_config_classes_is_the_installed_packages_own(tmp_path: Path, warm: Warm) -> None:
+    with warm():
+        assert config_classes.TABLE.read_text() == config_classes.to_text(config_classes.find(tmp_path))
 
 
 def test_table_of_target_classes_is_the_registrys_own(answer: dict[str, Any]) -> None:

@@ -1,7 +1,6 @@
 """Our tables of what the engine loads, held against the installed SGLang's own class and target classes.
 
-The class is built on torch's meta device in a process of its own (SGLang keeps its state for the life of a
-process);
+The class is built on torch's meta device in a process of its own (SGLang keeps its state for the life of a process);
 no engine is started and no weight is made.
 """
 
@@ -9,8 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,70 +15,13 @@ import pytest
 
 from eagle_trace_analysis.engines.sglang import engine
 from eagle_trace_analysis.engines.sglang import latent as tables
-from sglang_cpu_eagle import cpu_environment
 from tests.support import checkpoints as make
 from tests.support import latent
+from tests.support.own_process import run_module
+from tests.support.warm.start import Warm
 
 pytest.importorskip("sglang")
 pytestmark = pytest.mark.integration
-
-PROBE = """
-import json, pathlib, sys, types
-import torch
-from transformers import DeepseekV3Config, LlamaConfig
-
-job = json.loads(pathlib.Path(sys.argv[1]).read_text())
-import sglang.srt.models.kimi_k25_eagle3 as latent
-import sglang.srt.models.llama_eagle3 as eagle3
-from sglang.srt.runtime_context import SpawnRanks, publish
-from sglang.srt.server_args import prepare_server_args
-from sglang.srt.distributed import init_distributed_environment, initialize_model_parallel
-
-eagle3.get_spec = lambda: types.SimpleNamespace(speculative_draft_window_size=None)
-server_args = prepare_server_args(["--model-path", job["model"], "--device", "cpu", "--skip-tokenizer-init"])
-publish(server_args, role="scheduler", ranks=SpawnRanks(world_rank=0, gpu_id=0, dp_rank=None))
-init_distributed_environment(
-    backend="gloo", world_size=1, rank=0, local_rank=0, distributed_init_method=f"file://{job['store']}"
-)
-initialize_model_parallel()
-answers = []
-for case in job["cases"]:
-    made, cls = LlamaConfig, eagle3.LlamaForCausalLMEagle3
-    if case["latent"]:
-        made, cls = DeepseekV3Config, latent.Eagle3DeepseekV2ForCausalLM
-    try:
-        config = made(**case["config"])
-        with torch.device("meta"):
-            model = cls(config)
-    except (ValueError, TypeError) as error:
-        answers.append({"refused": str(error)})
-        continue
-    params = dict(model.named_parameters())
-    loaded = {}
-    for names in case["names"]:
-        hit = []
-        for key, param in params.items():
-            def loader(param, weight, shard=None, key=key):
-                hit.append([key, shard])
-            param.weight_loader = loader
-        model.hot_token_id = None
-        model.load_weights([(name, torch.zeros(1, dtype=torch.long)) for name in names.split()])
-        loaded[names] = hit[0] if hit else (["d2t", None] if model.hot_token_id is not None else None)
-    answers.append({"shapes": {k: list(v.shape) for k, v in params.items()}, "loaded": loaded})
-
-ids = {}
-for module, name in job["targets"]:
-    owner = getattr(__import__(f"sglang.srt.models.{module}", fromlist=[name]), name)
-    for given in job["ids"]:
-        fake = types.SimpleNamespace(
-            pp_group=types.SimpleNamespace(is_last_rank=True),
-            config=types.SimpleNamespace(num_hidden_layers=30),
-            model=types.SimpleNamespace(),
-        )
-        owner.set_eagle3_layers_to_capture(fake, given)
-        ids.setdefault(name, []).append(fake.model.layers_to_capture)
-pathlib.Path(job["out"]).write_text(json.dumps({"answers": answers, "ids": ids}))
-"""
 
 FLAT = make.decoder_config(1) | {
     "draft_vocab_size": make.DRAFT_VOCABULARY,
@@ -168,7 +108,7 @@ IDS = [None, [1, 14, 26], [2, 15, 27], [4, 15, 30]]
 
 
 @pytest.fixture(scope="module")
-def probe(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def probe(tmp_path_factory: pytest.TempPathFactory, warm: Warm) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("probe")
     cases = [{"config": config, "names": NAMES, "latent": False} for config in CONFIGS.values()]
     cases += [{"config": config, "names": [*LATENT_NAMES, TOGETHER], "latent": True} for config in LATENT.values()]
@@ -183,15 +123,8 @@ def probe(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "out": str(out),
     }
     (folder / "job.json").write_text(json.dumps(job))
-    done = subprocess.run(
-        [sys.executable, "-c", PROBE, str(folder / "job.json")],
-        env=cpu_environment(os.environ),
-        capture_output=True,
-        text=True,
-        timeout=500,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    with warm():
+        run_module("tests.support.engine_probe", folder / "job.json")
     answer: dict[str, Any] = json.loads(out.read_text())
     return answer
 

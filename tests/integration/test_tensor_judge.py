@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 
 from eagle_trace.errors import CheckpointError
-from eagle_trace_analysis.checkpoint import kinds
 from eagle_trace_analysis.checkpoint.check import check
 from eagle_trace_analysis.checkpoint.finding import Status
-from eagle_trace_analysis.engines.sglang import engine, schemes
+from eagle_trace_analysis.engines.sglang import engine, kinds, schemes
 from tests.support import checkpoints as make
 from tests.support.published_cases import PUBLISHED
 from tests.support.quantised_cases import QUANTISED
 from tests.support.quantised_forms import METHODS
 from tests.support.tensor_cases import CASES, FINE, PARTLY, REFUSES, UNBUILT, Case, Write, flat
 from tests.support.tensor_judge import ask
+from tests.support.warm.start import Warm
 
 pytest.importorskip("sglang")
 pytestmark = pytest.mark.integration
@@ -85,14 +85,15 @@ def unfused(module: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def judged(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def judged(tmp_path_factory: pytest.TempPathFactory, warm: Warm) -> dict[str, Any]:
     root = tmp_path_factory.mktemp("judge")
     model = make.write_checkpoint(root / "model", make.decoder_config(1), make.target_tensors())
     folders = []
     for number, case in enumerate(ALL):
         folders.append(root / str(number))
         case.write(folders[-1])
-    return ask(root / "exchange", model, folders) | {"folders": folders}
+    with warm():
+        return ask(root / "exchange", model, folders) | {"folders": folders}
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +128,7 @@ def test_what_the_engine_refuses_or_leaves_at_its_start_never_passes(verdicts: V
 def test_tables_of_methods_classes_and_algorithms_are_the_engines(judged: dict[str, Any]) -> None:
     assert set(judged["methods"]) <= schemes.METHODS
     assert {"LlamaForCausalLMEagle", "Qwen2ForCausalLMEagle", "MistralForCausalLMEagle", "Eagle3DeepseekV2ForCausalLM",
-            *kinds.DFLASH_CLASSES} <= set(judged["classes"])  # fmt: skip
+            *kinds.DFLASH} <= set(judged["classes"])  # fmt: skip
     assert {"EAGLE", "EAGLE3", "DFLASH", "DSPARK", "STANDALONE"} <= set(judged["algorithms"])
 
 

@@ -7,14 +7,14 @@ weight is made, so a folder takes milliseconds; importing SGLang takes the ten s
 from __future__ import annotations
 
 import json
-import os
 import struct
-import subprocess
 import sys
 import types
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from tests.support.own_process import run_module
 
 #: config values that decide what the draft computes
 VALUES = (
@@ -34,20 +34,10 @@ def ask(folder: Path, model: Path, drafts: Sequence[Path], **more: Any) -> dict[
         more: ``registry`` (true: which classes there are, and which can feed a draft), ``classes`` (model types whose
             config class is described), ``targets`` (folders of targets: what stops the engine at each, or None).
     """
-    from sglang_cpu_eagle import cpu_environment
-
     folder.mkdir(parents=True, exist_ok=True)
     job = {"model": str(model), "store": str(folder / "store"), "out": str(folder / "out.json")} | more
     (folder / "job.json").write_text(json.dumps(job | {"drafts": [str(draft) for draft in drafts]}))
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", __file__, str(folder / "job.json")],
-        env=cpu_environment(os.environ),
-        capture_output=True,
-        text=True,
-        timeout=500,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_module("tests.support.engine_judge", folder / "job.json")
     answer: dict[str, Any] = json.loads((folder / "out.json").read_text())
     return answer
 

@@ -7,13 +7,13 @@ through SGLang's code; the class is built on the CPU with memory of a known patt
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 import types
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+from tests.support.own_process import run_module
 
 #: two fills: a byte that keeps both was written by nobody
 FILLS = (0x5A, 0xA5)
@@ -27,21 +27,10 @@ def ask(folder: Path, model: Path, drafts: Sequence[Path]) -> dict[str, Any]:
         folder: an empty folder for the exchange.
         model: a target that SGLang's settings can be made from.
     """
-    from sglang_cpu_eagle import cpu_environment
-
     folder.mkdir(parents=True, exist_ok=True)
     job = {"model": str(model), "store": str(folder / "store"), "out": str(folder / "out.json")}
     (folder / "job.json").write_text(json.dumps(job | {"drafts": [str(draft) for draft in drafts]}))
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.support.tensor_judge", str(folder / "job.json")],
-        env=cpu_environment(os.environ),
-        cwd=Path(__file__).resolve().parents[2],
-        capture_output=True,
-        text=True,
-        timeout=550,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_module("tests.support.tensor_judge", folder / "job.json")
     answer: dict[str, Any] = json.loads((folder / "out.json").read_text())
     return answer
 

@@ -29,6 +29,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 INSIDE = [
     ("", None, None),
     ("eps", "norm-eps", "layer.0.embed_norm"),
+    ("offset", "norm-offset", "layer.0.embed_norm"),
     ("theta", "rope-theta", "layer.0.attn.q_rope"),
     ("interleaved", "rope-layout", "layer.0.attn.q_rope"),
     ("qkv-heads", "qkv-order", "layer.0.attn.q"),

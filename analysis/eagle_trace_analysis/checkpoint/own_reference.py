@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
 from eagle_trace.errors import CheckpointError
+from eagle_trace.families import EAGLE3
 from eagle_trace_analysis.checkpoint.files import StoredTensor, stored_dtype
 from eagle_trace_analysis.checkpoint.subject import Subject, open_subject
 from eagle_trace_analysis.engines import SGLANG, Engine
@@ -68,6 +69,8 @@ def what_is_missing(subject: Subject) -> list[str]:
     """One sentence for each thing without which speculators' forward cannot stand in for the training."""
     if subject.kind is not None:
         return [f"it is no Llama-type EAGLE-3 draft but {subject.kind.name}, which speculators does not compute"]
+    if EAGLE3.name != subject.engine.FAMILY:
+        return ["its attention is latent (MLA), and speculators computes Llama and Qwen3 layers"]
     if subject.refused or not subject.has_sizes:
         return [f"{subject.engine.TITLE}'s config loader refuses its config (`eagle-trace check` says where)"]
     found = []

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, Literal
 
 import numpy as np
@@ -271,7 +271,24 @@ class Replay:
         if unit <= UNIT["float32"]:
             count += FLOAT32_PRODUCT if site.product else 0.0
             count += sum(self.recorded.width(source) or 0 for source in site.inputs) / BLOCK_TERMS
+            if name.endswith(".attn.context"):
+                # a score is rounded relative to itself, and its exponential is off by as much as the score is
+                count += self._score(name.removesuffix(".context")) ** 2
         return count
+
+    @cache  # noqa: B019 (a replay lives as long as a diagnosis)
+    def _score(self, attention: str) -> float:
+        """Typical size of a score, q k / sqrt(size), of the largest head: |q| |k| / size for unrelated directions."""
+        q, k = (self.recorded.values(f"{attention}.{name}_rope") for name in "qk")
+        size = self.form.head_dim
+        if q is None or k is None or q.values.shape[1] % size or k.values.shape[1] % size:
+            return 0.0
+        q_norms, k_norms = (
+            np.linalg.norm(one.values[one.present].reshape(-1, one.values.shape[1] // size, size), axis=-1)
+            for one in (q, k)
+        )
+        typical = quantile(q_norms.max(axis=-1), 0.5) * quantile(k_norms.max(axis=-1), 0.5) / size
+        return typical if np.isfinite(typical) else 0.0
 
     def _recompute(self, site: str, step: int) -> Recomputed:
         if not self.has_step(site):

@@ -16,6 +16,7 @@ from eagle_trace_analysis.checkpoint.finding import Status
 from eagle_trace_analysis.checkpoint.purpose import purpose_of, purpose_of_export, write_for
 from eagle_trace_analysis.engines import ENGINES, SGLANG
 from tests.support import checkpoints as make
+from tests.support import latent
 from tests.support.check_cases import Folders, flat_config, named, write_healthy
 
 VLLM = ENGINES["vllm"]
@@ -110,6 +111,8 @@ def test_what_cannot_be_written_for_vllm_is_said_in_a_sentence(healthy: Folders,
     quantised = flat(tmp_path / "quantised", healthy, quantization_config={"quant_method": "fp8"})
     with pytest.raises(CheckpointError, match="cannot be written in speculators format: its weights are quantised"):
         write_for(VLLM, quantised, out, target=healthy.target)
+    with pytest.raises(CheckpointError, match="cannot be written in speculators format: its attention is latent"):
+        write_for(VLLM, latent.write_draft(tmp_path / "latent"), out, target=healthy.target)
     out.mkdir()
     (out / "file").write_text("")
     with pytest.raises(OutputExistsError):
