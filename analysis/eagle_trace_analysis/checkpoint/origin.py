@@ -91,6 +91,10 @@ def open_draft(place: Path) -> Checkpoint:
     """
     if place.is_dir() and is_state_folder(place):
         return _open_state(place)
+    if place.is_file():
+        raise CheckpointError(
+            f"{place} is a file: give a checkpoint's folder; the config of a training is a --reference"
+        )
     return open_checkpoint(place, index_alone=True)
 
 

@@ -6,7 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from eagle_trace.cli.main import app
 from eagle_trace.errors import CheckpointError, UsageError
 from eagle_trace_analysis.checkpoint.check import check
 from eagle_trace_analysis.checkpoint.finding import Status
@@ -215,6 +217,14 @@ def test_a_config_alone_needs_to_be_somebodys(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="nothing says which trainer it is for: give --trainer"):
         check(draft, reference=reference)
     assert named(check(draft, reference=reference, trainer="specforge"), "norm-eps").status is Status.FAIL
+
+
+def test_a_config_given_as_a_draft_is_told_its_place(tmp_path: Path) -> None:
+    config = tmp_path / "draft_config.json"
+    config.write_text(json.dumps(flat()))
+    result = CliRunner().invoke(app, ["check", str(config)])
+    assert result.exit_code == 2
+    assert "is a file: give a checkpoint's folder; the config of a training is a --reference" in result.output
 
 
 def test_a_folder_with_a_config_alone_is_a_reference_too(tmp_path: Path) -> None:
