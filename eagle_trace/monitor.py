@@ -86,8 +86,10 @@ def _training(trainer: Any) -> Any:
     from eagle_trace.errors import UsageError
     from eagle_trace.recording.hosts import known_hosts
 
-    # whose program was not imported, its trainer it cannot be
-    hosts = [host for host in known_hosts("trainer").values() if host.module in sys.modules]
+    # whose program was not imported, its trainer it cannot be; and a forward of our own trains nothing
+    hosts = [
+        host for host in known_hosts("trainer").values() if host.module in sys.modules and hasattr(host, "training")
+    ]
     refused = []
     for host in hosts:
         try:

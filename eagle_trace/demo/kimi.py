@@ -10,6 +10,8 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from eagle_trace.demo import models_dir
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -39,28 +41,6 @@ _RENAMED = {
     "vision_tower.encoder.patch_embed.": "vision_tower.patch_embed.",
 }
 _VISION_WIDTH = 32
-
-#: the code of the tiny processor
-PROCESSOR = '''"""The processor of a tiny Kimi-K2.5: transformers' own, with what SGLang asks of the published one."""
-
-from types import SimpleNamespace
-
-from transformers.models.kimi_k25.processing_kimi_k25 import Kimi_K25Processor
-
-
-class TinyProcessor(Kimi_K25Processor):
-    media_processor = SimpleNamespace(
-        media_proc_cfg={
-            "patch_size": 14,
-            "merge_kernel_size": 2,
-            "in_patch_limit": 256,
-            "patch_limit_on_one_side": 16,
-            "fixed_output_tokens": None,
-            "image_mean": [0.5] * 3,
-            "image_std": [0.5] * 3,
-        }
-    )
-'''
 
 
 def config(text: Any, *, image_token_id: int, video_token_id: int) -> Any:
@@ -145,7 +125,8 @@ def write_processor(folder: Path, tokenizer: Any) -> None:
     made = Kimi_K25Processor(Kimi_K25ImageProcessor(), tokenizer, Kimi_K25VideoProcessor())
     made.save_pretrained(folder)
     # the published checkpoint brings its processor as code, of which SGLang reads `media_processor.media_proc_cfg`
-    (folder / "processing_tiny.py").write_text(PROCESSOR, encoding="utf-8")
+    code = models_dir() / "kimi" / "target" / "processing_tiny.py"
+    (folder / code.name).write_bytes(code.read_bytes())
     path = folder / "processor_config.json"
     named = json.loads(path.read_text("utf-8")) | {"auto_map": {"AutoProcessor": "processing_tiny.TinyProcessor"}}
     path.write_text(json.dumps(named, indent=2) + "\n", encoding="utf-8")

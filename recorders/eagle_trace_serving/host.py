@@ -181,7 +181,8 @@ class Facts:
         device, dtype: what the draft computes on and in.
         architecture: the class of the draft.
         family: the name of its family (`eagle_trace.families`).
-        settings: ``algorithm``, ``steps``, ``topk``, ``draft_tokens``, ``prefix_cache``, and what else should be known.
+        settings: ``algorithm``, ``steps``, ``topk``, ``draft_tokens``, ``prefix_cache``, ``kv_cache_dtype``, and what
+            else should be known.
         vocab_size, context_length: the target's.
         rank, ranks: this process among those that run the draft together.
         replicas: groups of ranks that answer requests of their own.

@@ -14,6 +14,18 @@ from eagle_trace.recording.tap import Tap, after, before, find
 from eagle_trace_serving.parallel import halves, split_over_ranks
 
 
+def taps_of_entry(n: int, path: str, later: str) -> Iterator[Tap]:
+    """What enters the attention of decoder layer `n`; `later` is the norm that a layer behind the first starts with."""
+    at = f"layer.{n}"
+    if n == 0:
+        yield after(f"{path}.input_layernorm", f"{at}.embed_norm")
+        yield after(f"{path}.hidden_norm", f"{at}.hidden_norm")
+    else:
+        # a later layer adds the layer before it to the residual inside its own norm
+        yield after(f"{path}.{later}", f"{at}.hidden_norm", lambda output: output[0])
+        yield after(f"{path}.{later}", f"layer.{n - 1}.out", lambda output: output[1])
+
+
 def layer_taps(n: int, path: str, model: Any) -> Iterator[Tap]:
     """The sites of decoder layer `n` at `path` from rotation on.
 

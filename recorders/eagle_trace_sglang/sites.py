@@ -16,7 +16,7 @@ from eagle_trace.manifest import Manifest
 from eagle_trace.recording.hooks import Hooks
 from eagle_trace.recording.tap import Receive, Tap, after, before, find, first, hang, is_module
 from eagle_trace_serving.parallel import columns_held, place, split_over_ranks
-from eagle_trace_serving.taps import layer_taps, taps_behind_attention
+from eagle_trace_serving.taps import layer_taps, taps_behind_attention, taps_of_entry
 from eagle_trace_sglang.layers import draft_layers, family_of
 
 
@@ -44,14 +44,7 @@ def taps(model: Any) -> list[Tap]:
 
 def _layer(n: int, path: str, model: Any) -> Iterator[Tap]:
     at, attention = f"layer.{n}", f"{path}.self_attn"
-    if n == 0:
-        yield after(f"{path}.input_layernorm", f"{at}.embed_norm")
-        yield after(f"{path}.hidden_norm", f"{at}.hidden_norm")
-    else:
-        # a later layer adds the layer before it to the residual inside its own norm
-        yield after(f"{path}.hidden_norm", f"{at}.hidden_norm", lambda output: output[0])
-        yield after(f"{path}.hidden_norm", f"layer.{n - 1}.out", lambda output: output[1])
-
+    yield from taps_of_entry(n, path, "hidden_norm")
     if family_of(model) is EAGLE3_MLA:
         yield from _latent_attention(n, path, model)
         return

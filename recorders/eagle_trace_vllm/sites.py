@@ -13,7 +13,7 @@ from typing import Any
 from eagle_trace.capture import Shard
 from eagle_trace.recording.tap import Tap, after, before, find, first
 from eagle_trace_serving.parallel import split_over_ranks
-from eagle_trace_serving.taps import layer_taps
+from eagle_trace_serving.taps import layer_taps, taps_of_entry
 
 CLASSES = ("Eagle3LlamaForCausalLM", "Eagle3Qwen3ForCausalLM")
 #: what `combine_hidden_states` computes, before the model's own forward
@@ -41,13 +41,7 @@ def taps(model: Any) -> list[Tap]:
 
 def _layer(n: int, path: str, model: Any) -> Iterator[Tap]:
     at, attention = f"layer.{n}", f"{path}.self_attn"
-    if n == 0:
-        yield after(f"{path}.input_layernorm", f"{at}.embed_norm")
-        yield after(f"{path}.hidden_norm", f"{at}.hidden_norm")
-    else:
-        # a later layer adds the layer before it to the residual inside its own norm
-        yield after(f"{path}.input_layernorm", f"{at}.hidden_norm", lambda output: output[0])
-        yield after(f"{path}.input_layernorm", f"layer.{n - 1}.out", lambda output: output[1])
+    yield from taps_of_entry(n, path, "input_layernorm")
     queries, keys = split_over_ranks(find(model, f"{attention}.qkv_proj"))
     # what enters the rotation: behind the norms of queries and keys, where a draft has them
     rotary = f"{attention}.rotary_emb"

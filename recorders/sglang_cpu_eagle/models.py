@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.util
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
 from typing import Any
 
 import torch
@@ -20,8 +23,39 @@ _RUNNER = "sglang.srt.model_executor.model_runner"
 
 
 def mend_on_load() -> None:
-    """Wrap `ModelRunner.load_model` of this process, if it is one that loads models, so that it mends first."""
-    runner = getattr(sys.modules.get(_RUNNER), "ModelRunner", None)
+    """Wrap `ModelRunner.load_model` of this process so that it mends first: now, or when its module is imported.
+
+    A process that loads models imports that module behind its plugins, any other never.
+    """
+    if (module := sys.modules.get(_RUNNER)) is not None:
+        _mend_first(module)
+    elif not any(isinstance(finder, _AtImport) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _AtImport())
+
+
+class _AtImport(MetaPathFinder):
+    """Has the module of `ModelRunner` wrapped right behind its import, and goes."""
+
+    def find_spec(self, name: str, _path: Any = None, _target: Any = None) -> ModuleSpec | None:
+        """The spec that the other finders have, with a loader that wraps; None for any other module."""
+        if name != _RUNNER:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is None or spec.loader is None:
+            return spec
+        execute = spec.loader.exec_module
+
+        def exec_module(module: Any) -> None:
+            execute(module)
+            _mend_first(module)
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+def _mend_first(module: Any) -> None:
+    runner = getattr(module, "ModelRunner", None)
     if runner is None or not hasattr(runner, "load_model"):
         return
     load = runner.load_model

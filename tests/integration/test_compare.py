@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import load_file, save_file
 from typer.testing import CliRunner, Result
 
@@ -18,10 +19,13 @@ from eagle_trace import open_trace
 from eagle_trace.cli.main import app
 from eagle_trace.jobs.comparison import Comparison
 from eagle_trace.jobs.tokens import compare_tokens
+from eagle_trace.monitor import monitoring
 from tests.support import faults
 from tests.support.attached import server
 from tests.support.endings import ending_of
 from tests.support.pairs import DRAFT, TARGET
+from tests.support.tiny_speculators import Pair
+from tests.support.training import trainable
 from tests.support.warm.start import Warm
 
 pytestmark = pytest.mark.integration
@@ -152,17 +156,42 @@ def test_two_environments_are_compared_with_the_floors_of_the_training(
     assert {path.name for path in (tmp_path / "kept").glob("*.trace")} == {"serve.trace", "other.trace", "train.trace"}
 
 
-def test_a_server_that_runs_already_is_compared_with_the_training(
-    compare: Compare, deployed: Path, folder: Path, warm: Warm
-) -> None:
+@pytest.fixture(scope="module")
+def running(deployed: Path, folder: Path, warm: Warm) -> Iterator[str]:
+    """URL of a server that its user started."""
     place = folder / "against"
     place.mkdir()
     chain = ["--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "4", "--disable-radix-cache"]
-    with warm(), server(place, TARGET, deployed, *chain, EAGLE_TRACE_REQUESTS="0") as running:
-        done = compare("--trained", DRAFT, "--against", running.url)
-        asked = place / "asked.jsonl"
-        asked.write_text('{"prompt": "Hello"}\n{"messages": [{"role": "user", "content": "How are you?"}]}\n')
-        tokens = list(compare_tokens(TARGET, asked, running.url))
-    assert [(one.at, one.training == one.serving) for one in tokens] == [(None, True)] * 2
+    with warm(), server(place, TARGET, deployed, *chain, EAGLE_TRACE_REQUESTS="0") as started:
+        yield started.url
+
+
+def test_a_server_that_runs_already_is_compared_with_the_training(compare: Compare, running: str) -> None:
+    done = compare("--trained", DRAFT, "--against", running)
     assert done.exit_code == 0, done.output
     assert ending_of(done.stdout)[0].startswith("agree: ")
+
+
+def test_a_servers_tokens_are_those_of_trainings_tokenizer(running: str, tmp_path: Path) -> None:
+    asked = tmp_path / "asked.jsonl"
+    asked.write_text('{"prompt": "Hello"}\n{"messages": [{"role": "user", "content": "How are you?"}]}\n')
+    tokens = list(compare_tokens(TARGET, asked, running))
+    assert [(one.at, one.training == one.serving) for one in tokens] == [(None, True)] * 2
+
+
+def test_a_draft_in_training_is_held_against_a_server_that_runs(running: str, four_prompts: Path) -> None:
+    """Recorded anew at each look; weights that training has moved are no fault, a vocabulary map that it has is."""
+    model = trainable(Pair(TARGET, DRAFT))
+    given = {"prompts": four_prompts, "target": TARGET, "every": 1, "max_new_tokens": 16}
+    values = []
+    with monitoring(model, running, log=lambda found, _: values.append(found), **given) as run:
+        run._called()  # as the first forward does
+        with torch.no_grad():
+            model.fc.weight.mul_(1.5)
+        model.d2t += 1
+    assert run.failure is None
+    first, last = run.looks
+    assert (first.where, last.first.site) == ("none", "topk.target_id")
+    assert first.accept.observed == last.accept.observed
+    assert first.accept.predicted == pytest.approx(first.accept.observed, rel=0.1)
+    assert values[0]["eagle_trace/first_divergence"] == -1

@@ -34,8 +34,9 @@ pytestmark = pytest.mark.integration
 ROOT = Path(__file__).resolve().parents[2]
 TEXTS = [f"The {name} statement " for name in ("return", "import", "for", "while", "def", "class", "with", "try")]
 ARGUMENTS = ["--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "4", "--disable-radix-cache"]
-#: what the end of a server may take longer with a recorder in it [s]
-LONGER = 5.0
+#: what the end of a server may take longer with a recorder in it [s]: 5 s are promised, the rest is for a machine that
+#: does much else; less than a disk that hangs is waited for where nobody is in a hurry
+LONGER = 9.0
 
 
 class Disk:

@@ -8,6 +8,7 @@ import pytest
 
 from eagle_trace import Trace
 from eagle_trace_analysis import Diff, diff
+from eagle_trace_analysis.comparison.metrics import Metrics
 from eagle_trace_analysis.diagnosis.diagnose import diagnosed
 from eagle_trace_analysis.report.text import render
 
@@ -60,3 +61,18 @@ def test_two_trainers_agree_whatever_they_replay(serve: Make, train: Make) -> No
     assert result.verdict == "agree", (result.first_divergence, result.incomparable)
     assert result.diagnosis is not None
     assert result.diagnosis.confirmed == ()
+
+
+def test_a_server_that_caches_keys_in_another_dtype_is_told_from_one_that_does_not(serve: Make) -> None:
+    one, two = serve(), serve(host_args=("--kv-cache-dtype", "bfloat16"))
+    assert (one.manifest.settings["kv_cache_dtype"], two.manifest.settings["kv_cache_dtype"]) == ("float32", "bfloat16")
+    result = diagnosed(diff(one, two), one, two)
+    assert (result.verdict, result.first_divergence and result.first_divergence.site) == ("diverged", "target.hidden.0")
+    assert result.diagnosis is not None
+    assert result.diagnosis.confirmed == (), "every step follows from its inputs: the target's features differ"
+    (said,) = [note.text for note in result.notes if note.name == "kv-cache"]
+    assert "in bfloat16 and computes in float32" in said
+    # what a prefill computes it does not read from the cache
+    (features,) = [site for site in result.sites if (site.site, site.step) == ("target.hidden.0", 0)]
+    assert isinstance(features.metrics, Metrics)
+    assert features.metrics.rho_median == 0.0 < features.metrics.rho_max < 2**-6

@@ -176,7 +176,7 @@ def _writes_to(process: psutil.Process, log: Path) -> bool:
         return False
 
 
-def seconds_to_end(running: Attached, limit: float = 90.0) -> float:
+def seconds_to_end(running: Attached, limit: float = 300.0) -> float:
     """End a server by SIGTERM: seconds from when SGLang sees that nothing is left to answer until all of it is gone.
 
     It looks for the signal every five seconds only, so seconds from the signal on would be nothing to compare.

@@ -76,7 +76,7 @@ class Doing:
         slot: (root, path) -> places that the row's key is written to besides its own.
         chunk: tokens of a prompt that are computed at once; None for all.
         skipped: roots that the draft is not run for and whose slots stay empty, drafts below them included.
-        behind: step -> empty slots behind its own that a row sees.
+        behind: step -> empty slots behind its own that a row sees; below 0, keys at the end that it does not see.
         refuses: verification accepts no draft.
         d2t: offsets used.
         damage: (site, values) -> values, a fault of one site alone.
@@ -252,7 +252,8 @@ class Runner:
             if server:
                 # the rows of the call itself come from memory, those before it from the cache
                 seen = [own.get(p, self.slots[p]) if not path else self.slots[p] for p in range(place + 1)]
-                seen += [self._empty()] * self.do.behind(len(path))
+                more = self.do.behind(len(path))
+                seen = [*seen, *[self._empty()] * more] if more >= 0 else seen[: max(1, len(seen) + more)]
             else:
                 seen = [self._of(root_, ()) if root_ not in own else own[root_] for root_ in range(root + 1)]
                 seen += [self._of(root, path[:s]) for s in range(1, len(path))] + ([(k[row], v[row])] if path else [])

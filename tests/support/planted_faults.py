@@ -385,6 +385,8 @@ def faults() -> list[Planted]:
         Planted("kv-not-refreshed", "kv-not-refreshed", "layer.0.attn.context", serve={"stale": True}),
         Planted("rows-never-computed", "kv-rows-missing", "layer.0.attn.context", serve={"skipped": range(34, 38)}),
         Planted("slots-behind-that-grow", "kv-length", "layer.0.attn.context", serve={"behind": lambda step: step}),
+        Planted("keys-of-draft-steps-unseen", "kv-length", "layer.0.attn.context", serve={"behind": lambda s: -s}),
+        Planted("own-key-of-every-row-unseen", "kv-length", "layer.0.attn.context", serve={"behind": lambda _: -1}),
         Planted("slot-behind-every-row", "kv-length", "layer.0.attn.context", serve={"behind": lambda _: 1}),
         Planted("kv-cached-prefix", "kv-cached-prefix", "layer.0.attn.context", serve={"prefix": (10, 1.5)}),
         Planted("attention-not-reduced", "tp-shard", "layer.0.attn.out", serve_tensors=half(OUT), loaded=True),

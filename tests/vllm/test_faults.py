@@ -84,6 +84,13 @@ def test_a_fault_inside_the_server_is_named(
     expect(looked_at(train(serve), serve), cause, site)
 
 
+@pytest.fixture(scope="module")
+def two_prompts(folder: Path, four_prompts: Path) -> Path:
+    path = folder / "two.jsonl"
+    path.write_text("\n".join(four_prompts.read_text().splitlines()[:2]))
+    return path
+
+
 def _config(**changes: Any) -> Callable[[dict[str, Any], dict[str, Any]], None]:
     return lambda config, _tensors: config.update(changes)
 
@@ -117,7 +124,9 @@ DEPLOYED = {
 
 
 @pytest.mark.parametrize("fault", DEPLOYED)
-def test_a_fault_of_what_is_deployed_is_named(fault: str, folder: Path, serve: Serve, train: Train) -> None:
+def test_a_fault_of_what_is_deployed_is_named(
+    fault: str, folder: Path, two_prompts: Path, serve: Serve, train: Train
+) -> None:
     edit, cause, site = DEPLOYED[fault]
     deployed = folder / f"deployed-{fault}"
     deployed.mkdir()
@@ -125,7 +134,7 @@ def test_a_fault_of_what_is_deployed_is_named(fault: str, folder: Path, serve: S
     edit(config, tensors)
     (deployed / "config.json").write_text(json.dumps(config))
     save_file(tensors, deployed / "model.safetensors", metadata={"format": "pt"})
-    trace = serve(draft=deployed)
+    trace = serve(draft=deployed, prompts=two_prompts, max_new_tokens=12)
     expect(looked_at(train(trace), trace), cause, site)
 
 

@@ -1,4 +1,4 @@
-"""Cache slots that hold no key of the draft: of rows that the server never computed, and of none at all."""
+"""Cache slots that are missing, too many or too few: rows that the server never computed, and lengths miscounted."""
 
 from __future__ import annotations
 
@@ -97,30 +97,30 @@ def _fix(context: Context) -> str:
     return "the server must run its draft over every token, also where it asks for no draft: update it, or report it"
 
 
-# ---- slots behind a row's own ----------------------------------------------------------------------------------------
+# ---- lengths ---------------------------------------------------------------------------------------------------------
 
 
 def check_length(context: Context) -> Outcome:
-    """More keys seen than there are."""
+    """More keys seen than there are, or fewer."""
 
     def others(replay: Replay, _: Replayed) -> Iterator[Hypothesis]:
         steps = [step for step in replay.recorded.steps if step]
-        for words, empty in (
+        for words, miscount in (
             ("one empty slot behind its own for each draft step so far", {step: step for step in steps}),
             ("one empty slot behind its own at draft steps", dict.fromkeys(steps, 1)),
             ("one empty slot behind its own", dict.fromkeys([0, *steps], 1)),
+            ("none of the draft steps' keys", {step: -step for step in steps}),
+            ("all keys but the last one at draft steps", dict.fromkeys(steps, -1)),
+            ("all keys but the last one", dict.fromkeys([0, *steps], -1)),
         ):
-            view = View(replay.recorded, window=replay.form.window, empty=empty)
+            view = View(replay.recorded, window=replay.form.window, miscount=miscount)
             yield Hypothesis(words, replay.varied(view=view))
 
     return counterfactual(
         context,
         context.layer_sites("attn.context"),
         others,
-        lambda words: (
-            f"the server attends with {words}, where no key was written: its sequence lengths count too much; update "
-            "it, or report it"
-        ),
+        lambda words: f"the server attends to {words}: its sequence lengths are miscounted; update it, or report it",
     )
 
 
@@ -138,7 +138,7 @@ CAUSES = (
     Cause(
         "kv-length",
         "Accept length falls with the depth of the draft.",
-        "Attention recomputed with slots behind a row's own that no row was written to.",
+        "Attention recomputed with slots behind a row's own that no row was written to, and without the last keys.",
         "Update the server, or report it.",
         ("layer.0.attn.context",),
         check_length,

@@ -10,6 +10,7 @@ from typing import Any
 
 from eagle_trace.checkpoints import read_config, text_config
 from eagle_trace.errors import CheckpointError, UsageError
+from eagle_trace.families import EAGLE3
 from eagle_trace_analysis.checkpoint.export import config_for, second_names, trained_layer_ids
 from eagle_trace_analysis.checkpoint.files import Checkpoint, StoredTensor, has_weights, open_checkpoint, stored_dtype
 from eagle_trace_analysis.checkpoint.kinds import Kind, recognise, refuse_other_types
@@ -112,6 +113,8 @@ class Subject:
     @property
     def ask(self) -> str:
         """What to give where the training has to be known and is not."""
+        if self.origin is None and EAGLE3.name != self.engine.FAMILY:
+            return "how it was trained is not known: no trainer known here writes it down for such a draft"
         trainer = self.origin.trainer if self.origin is not None else speculators
         return f"the training config is not known: give --reference, {trainer.REFERENCE}"
 

@@ -20,6 +20,7 @@ from eagle_trace_analysis.comparison.checks import (
     check_positions,
     check_shapes,
     check_tokens,
+    dtype_notes,
     row_key,
     shapes_of,
 )
@@ -356,10 +357,7 @@ class _Comparison:
             self.benign.append(
                 Note("tie-flips", f"{excused} rows pick another best id within the margin of the logits' error")
             )
-        computed = [trace.manifest.dtype for trace in (self.train, self.serve)]
-        if len(set(computed)) > 1 and all(computed):
-            text = f"training computes in {computed[0]}, serving in {computed[1]}: what rounding to "
-            self.notes.append(Note("dtypes", text + f"{self.tolerances.dtype} may do is no divergence"))
+        self.notes += dtype_notes(self.train, self.serve, self.tolerances.dtype)
         if self.level == "sketch":
             self.notes.append(Note("sketch", WORDS))
         if not self.roles.usual:

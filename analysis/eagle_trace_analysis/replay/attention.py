@@ -44,8 +44,8 @@ class View:
             (keys, values, roots).
         slots: whose key lies in the slot of a draft step, by step: that of another step of the same path, or None
             where the slot is not seen at all. A row sees its own step's place in the path it was written in.
-        empty: how many slots behind its own a row of each step sees, by step: slots that no row was written to, where
-            keys and values are zeros.
+        miscount: how many slots more than there are a row of each step sees, by step: behind its own there are zeros,
+            since no row was written to them; below 0, how many of the last ones it does not see.
     """
 
     recorded: Recorded
@@ -56,7 +56,7 @@ class View:
     fresh_in_call: bool = True
     missing: dict[int, tuple[Real, Real, Int]] = field(default_factory=dict)
     slots: dict[int, int | None] = field(default_factory=dict)
-    empty: dict[int, int] = field(default_factory=dict)
+    miscount: dict[int, int] = field(default_factory=dict)
     _prompts: dict[int, _Prompt | None] = field(default_factory=dict)
 
     def prompt(self, number: int) -> _Prompt | None:
@@ -113,8 +113,12 @@ class View:
             if (place >= len(given[2])).any() or (given[2][place] != lost + low).any():
                 return None
             k[lost], v[lost] = given[0][place], given[1][place]
-        if behind := self.empty.get(len(path), 0):
-            k, v = (np.concatenate([part, np.zeros((behind, part.shape[1]), part.dtype)]) for part in (k, v))
+        more = self.miscount.get(len(path), 0)
+        if more > 0:
+            k, v = (np.concatenate([part, np.zeros((more, part.shape[1]), part.dtype)]) for part in (k, v))
+        elif more < 0:
+            # a row that sees nothing has no attention to recompute
+            k, v = (part[: max(1, len(part) + more)] for part in (k, v))
         return k, v
 
     def _holds(self, step: int, deepest: int) -> int | None:

@@ -63,7 +63,7 @@ def summary(trace: Trace, *, prompts: int = _PROMPTS, rounds: int = _ROUNDS) -> 
 
 def _checkpoint(facts: Mapping[str, Any]) -> dict[str, Any]:
     kept = (
-        "path", "config_digest", "architecture", "model_type", "layer_ids", "captures", "captured_inputs",
+        "path", "config_digest", "architecture", "family", "model_type", "layer_ids", "captures", "captured_inputs",
         "dropped_keys", "missing_keys",
     )  # fmt: skip
     return {name: facts[name] for name in kept if facts.get(name) not in (None, [], "")}

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from dataclasses import dataclass
-from types import ModuleType, SimpleNamespace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -53,25 +54,70 @@ def test_a_router_weight_goes_onto_the_input_where_the_class_asks_for_it() -> No
     torch.testing.assert_close(run(None, x, chosen, Settings(True)), (x * chosen.topk_weights).square())
 
 
-def test_models_are_mended_before_one_is_loaded_and_only_where_models_are_loaded(
-    monkeypatch: pytest.MonkeyPatch,
+class LatentDraft:
+    """What waits for the GPU when it is given an embedding."""
+
+    def set_embed(self, embed: Any) -> None:
+        torch.cuda.synchronize()
+        self.embed = embed
+
+    def set_embed_and_head(self, embed: Any, head: Any) -> None:
+        torch.cuda.synchronize()
+        self.embed, self.head = embed, head
+        if head is None:
+            raise ValueError("no head")
+
+
+def test_a_draft_given_an_embedding_waits_for_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wait(*_: object) -> None:
+        raise AssertionError("Torch not compiled with CUDA enabled")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", wait)
+    module = type("module", (), {"Eagle3DeepseekV2ForCausalLM": LatentDraft})
+    for _ in range(2):
+        models._latent_draft(module)
+    draft = LatentDraft()
+    draft.set_embed(1)
+    draft.set_embed_and_head(2, 3)
+    assert (draft.embed, draft.head) == (2, 3)
+    with pytest.raises(ValueError, match="no head"):
+        draft.set_embed_and_head(4, None)
+    # outside of these calls it is torch's own
+    assert torch.cuda.synchronize is wait
+
+
+RUNNER = """
+import a_model
+
+
+class ModelRunner:
+    def load_model(self):
+        return hasattr(a_model, "mended")
+"""
+
+
+@pytest.mark.parametrize("imported_before", [True, False], ids=["runner imported", "runner imported later"])
+def test_models_are_mended_before_one_is_loaded(
+    imported_before: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    seen: list[bool] = []
-    there = ModuleType("a_model")
-    monkeypatch.setitem(sys.modules, "a_model", there)
+    """A process that loads models may import their runner long behind its plugins."""
+    (tmp_path / "a_runner.py").write_text(RUNNER)
+    (tmp_path / "a_model.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("a_runner", "a_model"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    finders = list(sys.meta_path)
+    monkeypatch.setattr(models, "_RUNNER", "a_runner")
+    unknown: list[Any] = []
     monkeypatch.setattr(
-        models, "_MENDED", {"a_model": lambda one: setattr(one, "mended", True), "no_such_model": seen.append}
+        models, "_MENDED", {"a_model": lambda one: setattr(one, "mended", True), "no_such_model": unknown.append}
     )
-
-    class ModelRunner:
-        def load_model(self) -> str:
-            seen.append(hasattr(there, "mended"))
-            return "loaded"
-
-    monkeypatch.delitem(sys.modules, models._RUNNER, raising=False)
+    if imported_before:
+        importlib.import_module("a_runner")
     models.mend_on_load()
-    monkeypatch.setitem(sys.modules, models._RUNNER, SimpleNamespace(ModelRunner=ModelRunner))
-    assert ModelRunner().load_model() == "loaded"
     models.mend_on_load()
-    assert ModelRunner().load_model() == "loaded"
-    assert seen == [False, True]
+    runner = importlib.import_module("a_runner").ModelRunner()
+    assert not hasattr(sys.modules["a_model"], "mended"), "not before a model is loaded"
+    assert runner.load_model()
+    assert not unknown
+    assert sys.meta_path == finders, "nothing stays behind in the import system"

@@ -255,3 +255,15 @@ def test_two_dtypes_are_said_to_be_two(tmp_path: Path) -> None:
     notes = {note.name: note.text for note in diff(*traces).notes}
     assert notes["dtypes"].startswith("training computes in float32, serving in bfloat16")
     assert "dtypes" not in {note.name for note in diff(traces[0], traces[0]).notes}
+
+
+def test_a_cache_of_keys_in_another_dtype_is_said_where_the_other_side_has_none(tmp_path: Path) -> None:
+    prompts = make_prompts(1)
+    train, serve = (write_trace(tmp_path / side, Side(side), prompts) for side in ("train", "serve"))
+    for held, said in (("fp8_e4m3", True), (serve.manifest.dtype, False)):
+        serve.manifest.settings["kv_cache_dtype"] = held
+        notes = {note.name: note.text for note in diff(train, serve).notes}
+        assert ("kv-cache" in notes) == said
+        assert not said or notes["kv-cache"].startswith("serving keeps keys and values of the target in fp8_e4m3 and")
+    serve.manifest.settings["kv_cache_dtype"] = "bfloat16"
+    assert "kv-cache" not in {note.name for note in diff(serve, serve).notes}, "both sides round alike"
