@@ -53,6 +53,12 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return config
 
 
+def class_names(config: Mapping[str, Any]) -> list[str]:
+    """The classes that a config names (`architectures`), in its order; none where that is not a list."""
+    named = config.get("architectures")
+    return [str(name) for name in named] if isinstance(named, list) else []
+
+
 def config_digest(config: Mapping[str, Any]) -> str:
     """Digest of a config's content, the same for the same content on both sides: 16 hex digits."""
     return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:16]

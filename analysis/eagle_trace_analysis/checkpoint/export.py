@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from eagle_trace.checkpoints import read_config, text_config
+from eagle_trace.checkpoints import class_names, read_config, text_config
 from eagle_trace.errors import CheckpointError, OutputExistsError
 from eagle_trace_analysis.checkpoint.files import INDEX, Checkpoint, StoredTensor, open_checkpoint, stored_dtype
 from eagle_trace_analysis.checkpoint.kinds import refuse_other_types
@@ -96,7 +96,7 @@ def config_for(
         CheckpointError: the engine has no ids that capture these layers.
     """
     target = target or {}
-    architecture = next(iter(target.get("architectures") or []), None)
+    architecture = next(iter(class_names(target)), None)
     layers = text_config(target).get("num_hidden_layers")
     ids = engine.ids_that_capture(layer_ids, layers, architecture)
     if ids is None:
@@ -114,7 +114,7 @@ def doubtful_ids(engine: Engine, ids: list[int], target: Mapping[str, Any] | Non
     """A sentence if the layer ids of a speculators config look copied from a serving config as they are."""
     target = target or {}
     layers = text_config(target).get("num_hidden_layers")
-    fitting = engine.copied_from_serving(ids, layers, next(iter(target.get("architectures") or []), None))
+    fitting = engine.copied_from_serving(ids, layers, next(iter(class_names(target)), None))
     if fitting is None:
         return []
     return [

@@ -336,9 +336,24 @@ def _header(file: Path) -> tuple[list[StoredTensor], dict[str, str]]:
         raise CheckpointError(f"{file} is damaged: its safetensors header is not JSON") from error
     if not isinstance(header, dict):
         raise CheckpointError(f"{file} is damaged: its safetensors header is not a JSON object")
-    said = header.pop("__metadata__", None)
-    metadata = {str(key): str(value) for key, value in said.items()} if isinstance(said, dict) else {}
-    return [_stored(file, name, entry, 8 + length, size) for name, entry in header.items()], metadata
+    said = header.pop("__metadata__", None) or {}
+    if not isinstance(said, dict) or not all(isinstance(value, str) for value in said.values()):
+        raise CheckpointError(f"{file} is damaged: the metadata of its safetensors header are not texts by name")
+    found = [_stored(file, name, entry, 8 + length, size) for name, entry in header.items()]
+    _refuse_holes(file, found, 8 + length, size)
+    return found, said
+
+
+def _refuse_holes(file: Path, tensors: Sequence[StoredTensor], base: int, size: int) -> None:
+    """Refuse a file whose tensors do not fill it one behind the other: the safetensors library opens no other."""
+    end = base
+    for tensor in sorted(tensors, key=lambda one: (one.start, one.start + one.nbytes)):
+        if tensor.start != end:
+            how = "overlaps the tensor before it" if tensor.start < end else "leaves a gap before it"
+            raise CheckpointError(f"{file} is damaged: {tensor.name!r} {how}, at byte {tensor.start:,}")
+        end += tensor.nbytes
+    if end != size:
+        raise CheckpointError(f"{file} is damaged: {size - end:,} bytes follow behind its last tensor")
 
 
 def _stored(file: Path, name: str, entry: Any, base: int, size: int) -> StoredTensor:

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from eagle_trace.checkpoints import class_names
 from eagle_trace.errors import CheckpointError
 from eagle_trace.families import EAGLE3_MLA
 from eagle_trace_analysis.checkpoint.files import StoredTensor
@@ -135,8 +136,7 @@ def _entering(tensors: Tensors) -> int | None:
 
 
 def _architecture(config: Mapping[str, Any]) -> str | None:
-    named = config.get("architectures")
-    return str(named[0]) if isinstance(named, list) and named else None
+    return next(iter(class_names(config)), None)
 
 
 def _with(tensors: Tensors, pattern: str) -> list[str]:

@@ -184,13 +184,11 @@ def _of_speculators(subject: Subject) -> Finding:
             "the config names no layer ids, so training took 2, L/2, L-3: give --target to count L",
         )
     named = bool(subject.checkpoint.config.get("eagle_aux_hidden_state_layer_ids"))
-    if min(ids) < 1:
-        return failed(
-            name,
-            SHIFTED,
-            f"ids {ids} name the embedding's output (0), which {subject.engine.ENGINE} has no id for",
-            "retrain with ids from 1 on",
-        )
+    least = 1 if subject.engine.ids_that_capture([0], None, None) is None else 0
+    if min(ids) < least:
+        what = "the embedding's output (0), which {} has no id for" if min(ids) == 0 else "layers that {} has no id for"
+        why = f"ids {ids} name {what.format(subject.engine.ENGINE)}"
+        return failed(name, SHIFTED, why, f"retrain with ids from {least} on")
     inputs = subject.engine.captured_inputs(subject.served, subject.target_layers, subject.target_architecture)
     exported = subject.engine.layer_ids(subject.served)
     if inputs != ids:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from eagle_trace.checkpoints import read_config
+from eagle_trace.checkpoints import class_names, read_config
 from eagle_trace.errors import CheckpointError, OutputExistsError
 from eagle_trace_analysis.checkpoint.export import export
 from eagle_trace_analysis.checkpoint.origin import is_state_folder
@@ -49,8 +49,7 @@ def purpose_of(draft: Path) -> Purpose:
             if trainer.NAME in engine.READS:
                 return Purpose(engine, f"{engine.TITLE} loads {trainer.NAME} format as it is")
         return Purpose(SGLANG, f"no engine loads {trainer.NAME} format, and `eagle-trace export` writes this one's")
-    named = config.get("architectures")
-    for name in named if isinstance(named, list) else ():
+    for name in class_names(config):
         owners = [engine for engine in ENGINES.values() if name in engine.ARCHITECTURES]
         if len(owners) == 1 and owners[0] is not SGLANG:
             return Purpose(owners[0], f"of the engines known here {owners[0].TITLE} alone has a class {name}")

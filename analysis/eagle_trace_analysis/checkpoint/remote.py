@@ -26,6 +26,8 @@ MOST_TEXT = 32 << 20
 HEADER_BYTES = 64 << 10
 #: what is kept of what was read, since several checks read the same small tensors: a range, and all of them
 KEPT_RANGE, KEPT_ALL = 2 << 20, 32 << 20
+#: endings of what is read of a checkpoint
+READ = (".json", ".safetensors", ".bin", ".pt")
 #: how long one folder may be asked, all requests together [s]
 SECONDS = 300.0
 #: packages that bring a protocol's driver
@@ -61,14 +63,22 @@ class Reach:
         found = self.ask("list", lambda: filesystem.ls(self.root, detail=True))
         self.sizes: dict[str, int] = self.ask("list", lambda: dict(self._entries(found)))
 
-    @staticmethod
-    def _entries(found: Any) -> Iterator[tuple[str, int]]:
+    def _entries(self, found: Any) -> Iterator[tuple[str, int]]:
         for one in found:
-            if one["type"] == "file":
-                size = one["size"]
+            # web servers list names alone
+            unsaid = one["size"] is None
+            if one["type"] == "file" and (not unsaid or str(one["name"]).endswith(READ)):
+                size = self._size_of(str(one["name"])) if unsaid else one["size"]
                 if type(size) is not int or size < 0:
                     raise ValueError(f"it lists a file of {size!r} bytes")
                 yield str(one["name"]).rsplit("/", 1)[-1], size
+
+    def _size_of(self, place: str) -> Any:
+        self.meter.check()
+        self.meter.requests += 1
+        # a hub says sizes, or it is none
+        info = getattr(self._filesystem, "info", None)
+        return None if info is None else info(place)["size"]
 
     def read(self, name: str, start: int, length: int) -> bytes:
         """Bytes of a file, exactly as many as asked for.

@@ -241,12 +241,18 @@ def _is_embedding(subject: Subject, head: StoredTensor) -> bool:
     return equal == of
 
 
+def _rows(tensor: StoredTensor | None) -> int:
+    """Rows of a tensor, 0 without one: a scalar has none."""
+    return tensor.shape[0] if tensor is not None and tensor.shape else 0
+
+
 def check_vocabulary(subject: Subject) -> Finding:
     """Vocabulary sizes: config, head, embedding, target."""
     name, cause = "vocabulary", "lm-head-from-target"
     vocabulary, own = int(subject.full["vocab_size"]), subject.served.get("draft_vocab_size")
     head, embedding = subject.tensors.get("lm_head.weight"), subject.tensors.get("embed_tokens.weight")
-    rows = f", its head has {head.shape[0]:,} rows" if head is not None else ""
+    of_head, of_embedding = _rows(head), _rows(embedding)
+    rows = f", its head has {of_head:,} rows" if head is not None else ""
     if own is None and head is None and "draft_vocab_size" in subject.served and "d2t" not in subject.tensors:
         return passed(
             name,
@@ -254,23 +260,23 @@ def check_vocabulary(subject: Subject) -> Finding:
             "draft_vocab_size is null and the draft has no head of its own: the engine gives it the target's",
         )
     if own is None:
-        number = head.shape[0] if head is not None else "the number of draft ids"
+        number = of_head if head is not None else "the number of draft ids"
         return failed(
             name,
             cause,
             f"draft_vocab_size is not set{rows}: the engine stops, or (null) takes the target's head",
             f"set draft_vocab_size to {number}",
         )
-    if head is not None and head.shape[0] != own:
-        return failed(name, cause, f"draft_vocab_size is {own:,}{rows}", f"set draft_vocab_size to {head.shape[0]}")
+    if head is not None and of_head != own:
+        return failed(name, cause, f"draft_vocab_size is {own:,}{rows}", f"set draft_vocab_size to {of_head}")
     if own > vocabulary:
         return failed(name, cause, f"draft_vocab_size {own:,} exceeds vocab_size {vocabulary:,}", "set both as trained")
-    if embedding is not None and embedding.shape[0] != vocabulary:
+    if embedding is not None and of_embedding != vocabulary:
         return failed(
             name,
             cause,
-            f"vocab_size is {vocabulary:,}, the embedding has {embedding.shape[0]:,} rows",
-            f"set vocab_size to {embedding.shape[0]}",
+            f"vocab_size is {vocabulary:,}, the embedding has {of_embedding:,} rows",
+            f"set vocab_size to {of_embedding}",
         )
     theirs = subject.target.config.get("vocab_size") if subject.target else None
     if theirs is not None and theirs != vocabulary and differ_by_padding(theirs, vocabulary):

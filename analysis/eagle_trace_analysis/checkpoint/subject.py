@@ -363,14 +363,16 @@ def _as_exported(
 ) -> dict[str, Any]:
     config = checkpoint.config
     # ids that cannot be written down are the layer-ids check's to report; any others stand in for them here
-    writable = ids if ids and min(ids) >= 1 else list(range(1, 1 + len(ids or (1, 2, 3))))
+    said = ids and engine.ids_that_capture(ids, None, None) is not None
+    writable = ids if ids and said else list(range(1, 1 + len(ids or (1, 2, 3))))
     seen: dict[str, Any] = {}
     if target and engine.ids_that_capture(writable, target.layers, target.architecture) is not None:
         seen = {"architectures": [target.architecture], "num_hidden_layers": target.layers}
     served = config_for(engine, config, writable, stored_dtype(checkpoint.tensors) or "float32", seen)
     if ids is None or writable != ids:
-        served["eagle_config"] = {
-            k: v for k, v in served["eagle_config"].items() if k != "eagle_aux_hidden_state_layer_ids"
-        }
+        outer, _, key = engine.WORDS.ids_key.rpartition(".")
+        if outer:
+            served[outer] = dict(served[outer])
+        del (served[outer] if outer else served)[key]
         served["num_aux_hidden_states"] = len(writable)
     return served

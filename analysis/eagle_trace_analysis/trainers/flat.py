@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from eagle_trace.checkpoints import class_names
 from eagle_trace.errors import CheckpointError
 from eagle_trace_analysis.trainers.base import Doubt, Folder, Training
 
@@ -93,8 +94,7 @@ def no_base(title: str, source: str, config: Mapping[str, Any], theta: float) ->
 
 def architecture(folder: Folder) -> str:
     """The class that the config names first; empty if none."""
-    named = folder.config.get("architectures")
-    return str(named[0]) if isinstance(named, list) and named else ""
+    return next(iter(class_names(folder.config)), "")
 
 
 def has_layer(folder: Folder) -> bool:

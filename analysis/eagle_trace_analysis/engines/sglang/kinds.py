@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from eagle_trace.checkpoints import class_names
 from eagle_trace_analysis.engines.sglang.engine import ARCHITECTURE
 
 #: classes that load a block-diffusion draft
@@ -15,7 +16,7 @@ LATENT = "Eagle3DeepseekV2ForCausalLM"
 
 def serves_kind(kind: str, config: Mapping[str, Any]) -> str:
     """What to do so that a draft of a kind is served; empty if the engine has no class for it."""
-    named = [str(one) for one in config.get("architectures") or ()]
+    named = class_names(config)
     own = EAGLE1.get(str(config.get("model_type")), "LlamaForCausalLMEagle")
     block = "" if DFLASH & set(named) else ', with architectures ["DFlashDraftModel"]'
     return {
@@ -36,4 +37,4 @@ def serves_kind(kind: str, config: Mapping[str, Any]) -> str:
 
 def loads_kind(kind: str, config: Mapping[str, Any]) -> bool:
     """Whether the config of an EAGLE-3 draft of another layer names the class that loads it."""
-    return kind == "latent" and list(config.get("architectures") or ())[:1] == [LATENT]
+    return kind == "latent" and class_names(config)[:1] == [LATENT]

@@ -17,7 +17,6 @@ from eagle_trace_analysis.engines.base import Gap
 from eagle_trace_analysis.engines.refusal import Refusal, shown
 from eagle_trace_analysis.engines.sglang import accepts, schemes
 from eagle_trace_analysis.engines.sglang import engine as plain
-from eagle_trace_analysis.engines.sglang import gaps as plain_gaps
 from eagle_trace_analysis.engines.sglang.accepts import config_class, positions, target_refusals
 from eagle_trace_analysis.engines.sglang.classes import other_class
 from eagle_trace_analysis.engines.sglang.engine import (
@@ -42,6 +41,7 @@ from eagle_trace_analysis.engines.sglang.engine import (
     skips_fc,
     uses_aux_hidden_state,
 )
+from eagle_trace_analysis.engines.sglang.gaps import RESIDUAL
 from eagle_trace_analysis.engines.sglang.kinds import LATENT, loads_kind, serves_kind
 from eagle_trace_analysis.engines.sglang.schemes import SIDE_FILES, read_quantisation, scheme_of
 from eagle_trace_analysis.engines.sglang.target_classes import (
@@ -81,7 +81,7 @@ DEEPSEEK = frozenset({"deepseek_v2", "deepseek_v3", "kimi_k2"})
 
 def with_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
     """A decoder config with what transformers fills in where it is silent."""
-    defaults = ATTENTION if config.get("model_type") in DEEPSEEK else {}
+    defaults = ATTENTION if str(config.get("model_type")) in DEEPSEEK else {}
     return {**defaults, **plain.with_defaults(config)}
 
 
@@ -175,13 +175,13 @@ def _of_this_class(refusal: Refusal) -> Refusal:
 
 
 def _own_refusals(config: Mapping[str, Any]) -> Iterator[Refusal]:
-    full = with_defaults(config)
+    full = with_defaults(accepts.repaired(config))
     for key in ATTENTION:
         # a null is no size either, whatever the default
         value = config.get(key) if key in config else full.get(key)
         if type(value) is not int or value < 1:
             yield Refusal(key, f"{key} is {shown(value)}, which the class reckons with", f"set {key} as trained")
-    layers = full["num_hidden_layers"]
+    layers = config.get("num_hidden_layers", full["num_hidden_layers"])
     if layers != 1:
         yield Refusal(
             "num_hidden_layers",
@@ -216,7 +216,7 @@ def gaps(training: Training) -> list[Gap]:
     """One entry per trained setting that the class cannot compute."""
     layer = training.decoder
     retrain = f"retrain with {LAYER} (silu, no biases)"
-    found = [plain_gaps.RESIDUAL] if training.norm_before_residual else []
+    found = [RESIDUAL] if training.norm_before_residual else []
     if training.own_embedding:
         why = f"the draft trained its own embedding: {TITLE} replaces it with the target's"
         found.append(Gap("embedding", why, "train without embed_requires_grad"))

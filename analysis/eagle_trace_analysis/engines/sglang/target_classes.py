@@ -132,7 +132,7 @@ def feeds_since(name: str) -> str | None:
 
 def target_class(architectures: Any) -> str | None:
     """The class SGLang serves a target with: of those its config names the first that is known here, else the first."""
-    names = [name for name in architectures or () if isinstance(name, str)]
+    names = [name for name in (architectures if isinstance(architectures, list) else ()) if isinstance(name, str)]
     return next((name for name in names if is_known_target(name)), next(iter(names), None))
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from eagle_trace.checkpoints import class_names
 from eagle_trace.recording import names as recorded
 from eagle_trace_analysis.engines.base import Engine, Gap
 from eagle_trace_analysis.engines.sglang import accepts
@@ -47,7 +48,7 @@ norm_before_fc = shared.norm_before_fc
 
 def is_qwen3(config: Mapping[str, Any]) -> bool:
     """Whether the class with Qwen3 layers serves a flat config: its name says so, not its `model_type`."""
-    return QWEN3 in (config.get("architectures") or ())
+    return QWEN3 in class_names(config)
 
 
 def config_class(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -97,7 +98,7 @@ def captured_inputs(config: Mapping[str, Any], layers: int | None, target: str |
 
 def ids_that_capture(inputs: Sequence[int], layers: int | None, target: str | None) -> list[int] | None:  # noqa: ARG001
     """The ids to write so that the inputs of these layers are fed: themselves, if they are in order."""
-    return list(inputs) if list(inputs) == sorted(set(inputs)) else None
+    return list(inputs) if list(inputs) == sorted(set(inputs)) and min(inputs, default=0) >= 0 else None
 
 
 def copied_from_serving(ids: Sequence[int], layers: int | None, target: str | None) -> int | None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from eagle_trace.checkpoints import class_names
+
 LATENT = "Eagle3DeepseekV2ForCausalLM"
 METHODS = {
     "eagle1": "serve with the method eagle",
@@ -29,4 +31,4 @@ def serves_kind(kind: str, config: Mapping[str, Any]) -> str:  # noqa: ARG001
 
 def loads_kind(kind: str, config: Mapping[str, Any]) -> bool:
     """Whether the config of an EAGLE-3 draft of another layer names the class that loads it."""
-    return kind == "latent" and list(config.get("architectures") or ())[:1] == [LATENT]
+    return kind == "latent" and class_names(config)[:1] == [LATENT]

@@ -44,7 +44,7 @@ def feeds_since(name: str) -> str | None:
 
 def target_class(architectures: Any) -> str | None:
     """The class that serves a target: of those its config names the first that is known here, else the first."""
-    names = [name for name in architectures or () if isinstance(name, str)]
+    names = [name for name in (architectures if isinstance(architectures, list) else ()) if isinstance(name, str)]
     return next((name for name in names if name in SERVES), next(iter(names), None))
 
 
