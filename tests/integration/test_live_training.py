@@ -29,6 +29,7 @@ from eagle_trace.writer import DP_STRIDE
 
 pytest.importorskip("speculators")
 
+from speculators.train.graceful_shutdown import TrainingInterruptedError
 from transformers import AutoTokenizer
 
 from eagle_trace.demo import prompts_file
@@ -343,6 +344,23 @@ def test_what_fails_in_the_recorder_is_said_once_and_never_reaches_the_training(
     assert "a bug" in str(run.failure)
     kept = json.loads((tmp_path / "t" / (OPEN_SEAL if where in WRITING else "manifest.json")).read_text())
     assert "a bug" in str(kept["stopped"])
+
+
+def test_a_trainer_that_is_interrupted_in_a_hook_is_interrupted(
+    pair: Pair, batches: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """speculators' signal handler raises wherever the process is."""
+
+    def interrupted(*_: Any) -> None:
+        raise TrainingInterruptedError("SIGINT")
+
+    monkeypatch.setattr(forward.Forward, "take", interrupted)
+    loop = Loop(trainable(pair))
+    with pytest.raises(TrainingInterruptedError), recording(loop.model, out=tmp_path / "t") as run:
+        loop.step(batches[0])
+    assert run.failure is None
+    assert hooks_of(loop.model) == 0
+    assert "TrainingInterruptedError: SIGINT" in str(open_trace(tmp_path / "t").manifest.stopped)
 
 
 MISUSE: dict[str, tuple[dict[str, Any], type[EagleTraceError], str]] = {

@@ -23,6 +23,7 @@ from eagle_trace_analysis.comparison.metrics import Metrics
 from eagle_trace_analysis.comparison.result import AcceptLength, Diff
 from eagle_trace_analysis.diagnosis.diagnose import diagnosed
 from eagle_trace_analysis.gate import gated, worse_than
+from eagle_trace_analysis.gate.compared import Compare
 from eagle_trace_analysis.report.cases import cases_of_check, cases_of_diff
 from eagle_trace_analysis.report.json import to_json
 from eagle_trace_analysis.report.junit import to_junit
@@ -262,19 +263,43 @@ def test_the_commands_write_all_formats(tmp_path: Path) -> None:
     assert check_junit(run("check", folder, "--format", "junit").stdout) == 1
     brief = run("check", folder, "--quiet").stdout
     assert "pass" not in brief.replace("passed", "")
-    for words in (["--tolerance", "0.5"], ["--baseline", str(GOLDEN / "none.trace")], ["--max-drop", "2"]):
+    for words in (
+        ["--tolerance", "0.5"], ["--tolerance", "inf"], ["--baseline", str(GOLDEN / "none.trace")], ["--max-drop", "2"],
+    ):  # fmt: skip
         done = run("diff", TRAIN, HEALTHY, *words)
         assert (done.exit_code, "Traceback" in done.output) == (2, False)
+
+
+#: of the schema that Jenkins' xUnit plugin holds reports against (junit-10): elements that are written, with attributes
+#: that they may have, those that they must have, and the elements that they may hold
+SCHEMA: dict[str, tuple[set[str], set[str], set[str]]] = {
+    "testsuites": ({"name", "time", "tests", "failures", "errors"}, set(), {"testsuite"}),
+    "testsuite": (
+        {"name", "tests", "failures", "errors", "time", "skipped", "timestamp"},
+        {"name", "tests", "failures", "errors"},
+        {"testcase", "system-out"},
+    ),
+    "testcase": ({"name", "time", "classname"}, {"name"}, {"skipped", "error", "failure", "system-out"}),
+    "failure": ({"type", "message"}, set(), set()),
+    "error": ({"type", "message"}, set(), set()),
+    "skipped": ({"type", "message"}, set(), set()),
+    "system-out": (set(), set(), set()),
+}
 
 
 def check_junit(text: str) -> int:
     """Assert that readers of JUnit XML find what they look for; how many failures and errors there are."""
     root = ET.fromstring(text)
+    for element in root.iter():
+        allowed, required, children = SCHEMA[element.tag]
+        assert required <= set(element.attrib) <= allowed, element.tag
+        assert {child.tag for child in element} <= children, element.tag
     (suite,) = root
     cases = suite.findall("testcase")
     assert (root.tag, suite.tag, int(suite.attrib["tests"])) == ("testsuites", "testsuite", len(cases))
     for attribute, tag in (("failures", "failure"), ("errors", "error"), ("skipped", "skipped")):
-        assert int(suite.attrib[attribute]) == int(root.attrib[attribute]) == len(suite.findall(f"testcase/{tag}"))
+        count = len(suite.findall(f"testcase/{tag}"))
+        assert int(suite.attrib[attribute]) == int(root.attrib.get(attribute, count)) == count
     assert all(case.get("name") and case.get("classname") and len(case) <= 1 for case in cases)
     assert len({case.get("name") for case in cases}) == len(cases), "readers take one name for one case"
     return len(suite.findall("testcase/failure")) + len(suite.findall("testcase/error"))
@@ -296,3 +321,10 @@ def test_a_golden_trace_opens_as_a_baseline_in_a_sketch(write: Callable[..., Tra
     assert golden.level == "sketch"
     assert worse_than(healthy, golden) == []
     assert open_trace(HEALTHY).side == "serve"
+
+
+def test_a_baseline_of_another_kind_is_refused_in_a_sentence(write: Callable[..., Trace]) -> None:
+    train, served = write("train", "train"), write("healthy")
+    with pytest.raises(IncomparableError, match=r"is a train trace of .*: give a baseline recorded on"):
+        Compare(diagnose=False)(train, served, baseline=train)
+    assert Compare(diagnose=False)(train, served, baseline=served).exit_status == 0
