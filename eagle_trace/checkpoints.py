@@ -22,6 +22,8 @@ def read_config(folder: Path) -> dict[str, Any]:
         CheckpointError: no such folder or file, or not a JSON object.
     """
     path = folder / "config.json"
+    if folder.is_file():
+        raise CheckpointError(f"{folder} is a file: give the folder of a checkpoint")
     if not folder.is_dir():
         raise CheckpointError(f"there is no folder {folder}: give the folder of a checkpoint")
     if path.exists() and not path.is_file():

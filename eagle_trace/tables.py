@@ -94,6 +94,9 @@ def read_table(part: PartFile, name: str) -> pa.Table:
             table.column(field.name).cast(field.type) if field.name in there else pa.nulls(len(table), field.type)
             for field in schema
         ]
+        if name == "params" and "shard_count" not in there:
+            # traces from before ranks had shards hold digests of other hashes: those are compared by norm
+            columns[schema.get_field_index("digest")] = pa.array([""] * len(table), schema.field("digest").type)
         table = pa.Table.from_arrays(columns, schema=schema)
         table.validate(full=True)  # text that is no UTF-8 would fail far from here
         check_rows(name, table)

@@ -39,7 +39,7 @@ class Sites(StrEnum):
 
 #: what `compare` asks in the same words
 ToleranceOption = Annotated[
-    float, typer.Option(min=1.0, help="How many times its rounding floor the error of a site may be.")
+    float, typer.Option(min=1.0, max=1e6, help="How many times its rounding floor the error of a site may be.")
 ]
 MaxDropOption = Annotated[
     float | None,

@@ -112,7 +112,9 @@ def _installed(environment: Environment) -> Installed:
             [environment.interpreter, "-c", _PROBE % (PACKAGES,)],
             check=False, capture_output=True, text=True, timeout=PROBE_SECONDS, errors="replace",
         )  # fmt: skip
-    except (OSError, subprocess.TimeoutExpired) as error:
+    except subprocess.TimeoutExpired as error:
+        raise UsageError(f"--env {python} did not say within {PROBE_SECONDS:g} s what is installed there") from error
+    except OSError as error:
         raise UsageError(f"--env {python} is not a Python that can be run ({error})") from error
     if done.returncode:
         why = (done.stderr.strip().splitlines() or ["no word why"])[-1]

@@ -18,6 +18,7 @@ from typer.testing import CliRunner, Result
 from eagle_trace import open_trace
 from eagle_trace.cli.main import app
 from eagle_trace.jobs.comparison import Comparison
+from eagle_trace.jobs.tokens import compare_tokens
 from eagle_trace.monitor import monitoring
 from tests.support import faults
 from tests.support.attached import server
@@ -169,6 +170,13 @@ def test_a_server_that_runs_already_is_compared_with_the_training(compare: Compa
     done = compare("--trained", DRAFT, "--against", running)
     assert done.exit_code == 0, done.output
     assert ending_of(done.stdout)[0].startswith("agree: ")
+
+
+def test_a_servers_tokens_are_those_of_trainings_tokenizer(running: str, tmp_path: Path) -> None:
+    asked = tmp_path / "asked.jsonl"
+    asked.write_text('{"prompt": "Hello"}\n{"messages": [{"role": "user", "content": "How are you?"}]}\n')
+    tokens = list(compare_tokens(TARGET, asked, running))
+    assert [(one.at, one.training == one.serving) for one in tokens] == [(None, True)] * 2
 
 
 def test_a_draft_in_training_is_held_against_a_server_that_runs(running: str, four_prompts: Path) -> None:

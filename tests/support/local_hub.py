@@ -72,6 +72,8 @@ class _Handler(BaseHTTPRequestHandler):
         files: list[Any] = [{"type": "file", "path": name, "size": size, "oid": "1"} for name, size in sizes.items()]
         if self.hub.fault == "no sizes":
             files = [{**one, "size": "many"} for one in files]
+        if self.hub.fault == "null":
+            files = [{**one, "size": None} for one in files]
         if self.hub.fault == "negative":
             files = [{**one, "size": -1} for one in files]
         self._answer(200, b"[1, 2" if self.hub.fault == "half a list" else json.dumps(files).encode())

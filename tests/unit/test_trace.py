@@ -331,3 +331,10 @@ def test_levels_and_shapes_are_checked(tmp_path: Path) -> None:
     )  # a bug of a recorder: spoils the recording only
     with pytest.raises(RecordingError, match="a trace holds"):
         writer.seal()
+
+
+def test_digests_of_a_trace_from_before_ranks_had_shards_are_left_out() -> None:
+    """They are of another hash: equal parameters would be called others."""
+    golden = open_trace(Path(__file__).parents[1] / "golden" / "train.trace")
+    assert set(golden.params["digest"]) == {""}
+    assert (golden.params["norm"] > 0).any()

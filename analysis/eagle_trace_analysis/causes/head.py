@@ -53,6 +53,14 @@ def _as_trained(context: Context) -> str | None:
     return worst.serve.against() if worst.serve else None
 
 
+def _has_none(context: Context) -> bool:
+    """Whether the trained draft is known to store no head."""
+    draft = context.train_draft
+    if draft is None:
+        return False
+    return "lm_head.weight" not in {context.engine.canonical_name(one.name) for one in draft.tensors.values()}
+
+
 def check_tied(context: Context) -> Outcome:
     """tie_word_embeddings: the head is the target's embedding."""
     tied = bool(context.served.get("tie_word_embeddings"))
@@ -89,6 +97,8 @@ def _check(context: Context, *, tied: bool, flagged: bool) -> Outcome:
     if found is None:
         return not_tested("logits and norm were not recorded together", RECORD_VALUES)
     figures, rows = found
+    if figures.reproduced and flagged and _has_none(context):
+        return ruled_out(f"the draft was trained without a head of its own, and has {what}: {figures.against()}")
     if figures.reproduced and flagged:
         evidence = f"{setting}; the server's logits are norm x {what} ({rows} rows of it): {figures.against()}"
         fix = (

@@ -11,6 +11,7 @@ from eagle_trace_analysis.checkpoint.d2t import check_d2t
 from eagle_trace_analysis.checkpoint.finding import CheckResult, Finding, Status, TensorChange, skipped
 from eagle_trace_analysis.checkpoint.layers import check_layer_ids
 from eagle_trace_analysis.checkpoint.names import check_missing, check_names, check_shapes
+from eagle_trace_analysis.checkpoint.positions import check_max_position, check_rope_tables, check_window
 from eagle_trace_analysis.checkpoint.quantised import check_quantisation
 from eagle_trace_analysis.checkpoint.recipe import Recipe
 from eagle_trace_analysis.checkpoint.remote import fetched, folder_of
@@ -19,14 +20,11 @@ from eagle_trace_analysis.checkpoint.settings import (
     check_dtype,
     check_eps,
     check_fc_norm,
-    check_max_position,
     check_norm_output,
     check_residual_norm,
     check_rope,
-    check_rope_tables,
     check_tied,
     check_vocabulary,
-    check_window,
 )
 from eagle_trace_analysis.checkpoint.subject import Subject, open_subject
 from eagle_trace_analysis.checkpoint.targets import check_target
@@ -86,7 +84,7 @@ BY_NAME = (
     check_window,
 )
 #: of a tensor that lies elsewhere, the most that is fetched to look at its values
-FETCHED_WHOLE = 1 << 20
+FETCHED_WHOLE = 1 << 18
 
 
 def check(

@@ -123,8 +123,10 @@ class Rules:
         if status == 429 or status >= 500:
             raise _StoppedError(f"{url.host} answers with status {status}: try again later")
         if status >= 400:
-            response.stream = _Counted(response.stream, MOST_ANSWER, url.host)
-            return
+            raise _StoppedError(
+                f"{url.host} has no such repository, revision or file, or keeps it from you (status {status}): is it "
+                "private or gated, then run hf auth login or set HF_TOKEN"
+            )
         if response.headers.get("Content-Encoding", "identity") != "identity":
             raise _StoppedError(f"{url.host} sends a compressed answer that was not asked for")
         asked = re.fullmatch(r"bytes=(\d+)-(\d+)", response.request.headers.get("Range", ""))

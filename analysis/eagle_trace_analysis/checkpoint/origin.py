@@ -91,6 +91,10 @@ def open_draft(place: Path) -> Checkpoint:
     """
     if place.is_dir() and is_state_folder(place):
         return _open_state(place)
+    if place.is_file():
+        raise CheckpointError(
+            f"{place} is a file: give a checkpoint's folder; the config of a training is a --reference"
+        )
     return open_checkpoint(place, index_alone=True)
 
 
@@ -108,7 +112,9 @@ def open_reference(place: Path, origin: Origin | None) -> Reference:
     if place.is_file() and place.suffix == ".json":
         return _config_alone(place, _json(place), origin)
     if place.is_file():
-        raise CheckpointError(f"{place} is not a folder: give a checkpoint's folder, or a draft's config.json")
+        raise CheckpointError(
+            f"{place} is not a folder: give a checkpoint's folder, or a draft's config.json; a recipe goes to --recipe"
+        )
     if place.is_dir() and is_state_folder(place):
         found = _open_state(place)
         return Reference(found, found.config, specforge)

@@ -40,6 +40,8 @@ def purpose_of(draft: Path) -> Purpose:
     """
     if is_state_folder(draft):
         return Purpose(SGLANG, f"it is a checkpoint in training, which SpecForge exports to {SGLANG.TITLE}'s format")
+    if draft.is_file():
+        return Purpose(SGLANG)  # whoever opens it says what is wrong
     config = read_config(draft)
     trainer = trainer_of(config)
     if trainer is not None:

@@ -24,6 +24,8 @@ Result = TypeVar("Result")
 MOST_TEXT = 32 << 20
 #: of a large file, what is fetched at least when its beginning is read: one request for most headers
 HEADER_BYTES = 64 << 10
+#: what is kept of what was read, since several checks read the same small tensors: a range, and all of them
+KEPT_RANGE, KEPT_ALL = 2 << 20, 32 << 20
 #: endings of what is read of a checkpoint
 READ = (".json", ".safetensors", ".bin", ".pt")
 #: how long one folder may be asked, all requests together [s]
@@ -57,6 +59,7 @@ class Reach:
         self.place, self.root = place, root.rstrip("/")
         self.meter = Meter(place)
         self._filesystem = filesystem
+        self._kept: dict[tuple[str, int, int], bytes] = {}
         found = self.ask("list", lambda: filesystem.ls(self.root, detail=True))
         self.sizes: dict[str, int] = self.ask("list", lambda: dict(self._entries(found)))
 
@@ -73,7 +76,9 @@ class Reach:
     def _size_of(self, place: str) -> Any:
         self.meter.check()
         self.meter.requests += 1
-        return self._filesystem.info(place)["size"]
+        # a hub says sizes, or it is none
+        info = getattr(self._filesystem, "info", None)
+        return None if info is None else info(place)["size"]
 
     def read(self, name: str, start: int, length: int) -> bytes:
         """Bytes of a file, exactly as many as asked for.
@@ -81,7 +86,9 @@ class Reach:
         Raises:
             CheckpointError: the other side gives others.
         """
-        path = f"{self.root}/{name}"
+        path, wanted = f"{self.root}/{name}", (name, start, length)
+        if (kept := self._kept.get(wanted)) is not None:
+            return kept
 
         def work() -> bytes:
             with self._filesystem.open(path, "rb", cache_type="none") as file:
@@ -95,6 +102,8 @@ class Reach:
                 "serve the file that it lists"
             )
         self.meter.fetched += len(data)
+        if length <= KEPT_RANGE and sum(map(len, self._kept.values())) + length <= KEPT_ALL:
+            self._kept[wanted] = data
         return data
 
     def ask(self, what: str, work: Callable[[], Result]) -> Result:
@@ -106,8 +115,7 @@ class Reach:
         except CheckpointError:
             raise
         except FileNotFoundError as error:
-            said = reason(error) if "gated" in str(error).lower() or "401" in str(error) else "it is not there"
-            raise CheckpointError(f"cannot {what} {self.place}: {said}") from error
+            raise CheckpointError(f"cannot {what} {self.place}: it is not there") from error
         except Exception as error:  # every driver has errors of its own
             raise CheckpointError(f"cannot {what} {self.place}: {reason(error)}") from error
 
@@ -186,6 +194,11 @@ class RemotePath:
     def resolve(self) -> RemotePath:
         """Itself."""
         return self
+
+    @property
+    def parent(self) -> RemotePath:
+        """The folder: nothing beside or above it is looked at."""
+        return RemotePath(self._reach)
 
     def _size(self) -> int:
         if not self.is_file():

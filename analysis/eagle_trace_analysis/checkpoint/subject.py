@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle_trace.checkpoints import read_config, text_config
-from eagle_trace.errors import CheckpointError
+from eagle_trace.errors import CheckpointError, UsageError
 from eagle_trace.families import EAGLE3
 from eagle_trace_analysis.checkpoint.export import config_for, second_names, trained_layer_ids
 from eagle_trace_analysis.checkpoint.files import Checkpoint, StoredTensor, has_weights, open_checkpoint, stored_dtype
@@ -253,6 +253,8 @@ def open_subject(
     if other is not None and other.checkpoint is not None:
         other = replace(other, checkpoint=_as_exported_names(other.checkpoint, engine))
     own = trainer_of(checkpoint.config)
+    if own is not None and trainer is not None and origin is not None and origin.trainer is not own:
+        raise UsageError(f"{draft} is in {own.TITLE}'s format, and --trainer names {origin.trainer.TITLE}")
     trained: Mapping[str, Any] | None = None
     ids: list[int] | None = None
     by = own

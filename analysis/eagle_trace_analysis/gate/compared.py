@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from eagle_trace.errors import IncomparableError
 from eagle_trace.reader import Trace
 from eagle_trace_analysis.comparison.diff import MINIMUM_SHARE, diff
 from eagle_trace_analysis.comparison.fold import Executor
@@ -40,6 +41,8 @@ class Compare:
             IncomparableError: floors or baseline are of no use here.
             TraceError: a file cannot be read.
         """
+        if baseline is not None:
+            _refuse_other_kind(baseline, other)
         before = self._compared(reference, baseline) if baseline is not None else None
         now = self._compared(reference, other)
         return gated(now, max_drop=self.max_drop, baseline=before, tolerance=self.tolerance)
@@ -51,3 +54,13 @@ class Compare:
         )  # fmt: skip
         # the baseline too: what is proved of steps counts as a divergence
         return diagnosed(found, reference, other, Checkpoints(*self.folders)) if self.diagnose else found
+
+
+def _refuse_other_kind(baseline: Trace, other: Trace) -> None:
+    """A baseline says how far this host was from the reference, which no other host does."""
+    was, now = ((one.manifest.side, one.manifest.host) for one in (baseline, other))
+    if was != now:
+        raise IncomparableError(
+            f"the baseline {baseline.path} is a {was[0]} trace of {was[1]}, and {other.path} a {now[0]} trace of "
+            f"{now[1]}: give a baseline recorded on {now[1]} in the same way"
+        )

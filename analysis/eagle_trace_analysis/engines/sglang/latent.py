@@ -179,7 +179,10 @@ def _own_refusals(config: Mapping[str, Any]) -> Iterator[Refusal]:
     for key in ATTENTION:
         # a null is no size either, whatever the default
         value = config.get(key) if key in config else full.get(key)
-        if type(value) is not int or value < 1:
+        if key == "q_lora_rank" and key in config and value is None:
+            why = "q_lora_rank is null: the class has no form whose queries are projected at once (q_proj)"
+            yield Refusal(key, why, "retrain with a q_lora_rank")
+        elif type(value) is not int or value < 1:
             yield Refusal(key, f"{key} is {shown(value)}, which the class reckons with", f"set {key} as trained")
     layers = config.get("num_hidden_layers", full["num_hidden_layers"])
     if layers != 1:

@@ -54,6 +54,27 @@ def test_a_healthy_pair_agrees_and_every_step_of_both_forms_is_recomputed(
             assert isinstance(found.serve, Measured)
 
 
+def test_a_draft_that_has_no_head_is_not_said_to_have_lost_it(tmp_path: Path) -> None:
+    def without_head(held: dict[str, object]) -> None:
+        for name in ("lm_head.weight", "d2t", "t2d"):
+            del held[name]
+
+    def with_the_targets(held: dict[str, object]) -> None:
+        held["lm_head.weight"], held["d2t"] = demo_target().head, np.zeros(draft_config()["vocab_size"], np.int64)
+
+    case = Planted(
+        "no head", None, None, trained=lambda config: config.pop("draft_vocab_size"), trained_stored=without_head,
+        serve_tensors=with_the_targets, train_tensors=with_the_targets,
+    )  # fmt: skip
+    result, _, serve = recorded(case, tmp_path)
+    assert result.verdict == "agree"
+    assert serve.shapes["logits"] == {(draft_config()["vocab_size"], "float32")}
+    assert result.diagnosis is not None
+    assert not result.diagnosis.confirmed
+    (found,) = (one for one in result.diagnosis.causes if one.cause == "lm-head-from-target")
+    assert "without a head of its own" in found.evidence
+
+
 @pytest.mark.parametrize("case", plant.faults(), ids=lambda case: case.name)
 def test_a_fault_is_named_at_its_site(case: Planted, tmp_path: Path) -> None:
     result, _, _ = recorded(case, tmp_path)

@@ -234,3 +234,11 @@ def test_sections_that_training_had_not_are_warned_of_and_not_failed(healthy: Fo
     draft = make.write_checkpoint(tmp_path, config, make.draft_tensors())
     finding = only(check(draft, target=healthy.target, reference=healthy.draft), "rope", Status.WARN)
     assert "the same for text" in finding.evidence
+
+
+def test_an_eps_below_nothing_fails(healthy: Folders, tmp_path: Path) -> None:
+    config = flat_config(healthy) | {"rms_norm_eps": -1.0}
+    make.write_checkpoint(tmp_path / "draft", config, make.draft_tensors())
+    found = named(check(tmp_path / "draft"), "norm-eps")
+    assert found.status is Status.FAIL
+    assert "not a number" in found.evidence

@@ -79,7 +79,8 @@ def test_the_older_name_of_the_layer_is_loaded(tmp_path: Path) -> None:
 
 SETTINGS: dict[str, tuple[dict[str, Any], str, str]] = {
     "two layers": ({"num_hidden_layers": 2}, "config", "set num_hidden_layers to 1"),
-    "null rank": ({"model_type": "llama", "q_lora_rank": None}, "config", "set q_lora_rank as trained"),
+    "no rank": ({"q_lora_rank": None}, "config", "retrain with a q_lora_rank"),
+    "null value": ({"model_type": "llama", "v_head_dim": None}, "config", "set v_head_dim as trained"),
     "other rank": ({"kv_lora_rank": 48}, "head-shape", "kv_lora_rank"),
     "other heads": ({"num_attention_heads": 8}, "head-shape", "num_attention_heads"),
     "norms not asked for": ({"fc_norm": False}, "fc-norm", "set fc_norm to true"),

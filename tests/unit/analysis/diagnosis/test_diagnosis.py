@@ -62,7 +62,8 @@ def test_the_fault_of_the_story_is_confirmed_alone(golden: dict[str, Trace]) -> 
     assert "use_aux_hidden_state" in str(cause.fix)
     # what cost days in the story is said to be innocent, with numbers
     innocent = {one.cause: one.evidence for one in diagnosis.of("ruled_out")}
-    assert "80" in innocent["d2t-absolute"]
+    # digests of the time when these were recorded are not compared: the ids that were seen tell
+    assert "48 of 48 draft ids" in innocent["d2t-absolute"]
     assert {"weights-dropped", "lm-head-tied", "lm-head-from-target"} <= set(innocent)
 
 

@@ -23,6 +23,7 @@ from eagle_trace_analysis.comparison.metrics import Metrics
 from eagle_trace_analysis.comparison.result import AcceptLength, Diff
 from eagle_trace_analysis.diagnosis.diagnose import diagnosed
 from eagle_trace_analysis.gate import gated, worse_than
+from eagle_trace_analysis.gate.compared import Compare
 from eagle_trace_analysis.report.cases import cases_of_check, cases_of_diff
 from eagle_trace_analysis.report.json import to_json
 from eagle_trace_analysis.report.junit import to_junit
@@ -262,7 +263,9 @@ def test_the_commands_write_all_formats(tmp_path: Path) -> None:
     assert check_junit(run("check", folder, "--format", "junit").stdout) == 1
     brief = run("check", folder, "--quiet").stdout
     assert "pass" not in brief.replace("passed", "")
-    for words in (["--tolerance", "0.5"], ["--baseline", str(GOLDEN / "none.trace")], ["--max-drop", "2"]):
+    for words in (
+        ["--tolerance", "0.5"], ["--tolerance", "inf"], ["--baseline", str(GOLDEN / "none.trace")], ["--max-drop", "2"],
+    ):  # fmt: skip
         done = run("diff", TRAIN, HEALTHY, *words)
         assert (done.exit_code, "Traceback" in done.output) == (2, False)
 
@@ -318,3 +321,10 @@ def test_a_golden_trace_opens_as_a_baseline_in_a_sketch(write: Callable[..., Tra
     assert golden.level == "sketch"
     assert worse_than(healthy, golden) == []
     assert open_trace(HEALTHY).side == "serve"
+
+
+def test_a_baseline_of_another_kind_is_refused_in_a_sentence(write: Callable[..., Trace]) -> None:
+    train, served = write("train", "train"), write("healthy")
+    with pytest.raises(IncomparableError, match=r"is a train trace of .*: give a baseline recorded on"):
+        Compare(diagnose=False)(train, served, baseline=train)
+    assert Compare(diagnose=False)(train, served, baseline=served).exit_status == 0

@@ -6,7 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from eagle_trace.cli.main import app
 from eagle_trace.errors import CheckpointError, UsageError
 from eagle_trace_analysis.checkpoint.check import check
 from eagle_trace_analysis.checkpoint.finding import Status
@@ -31,7 +33,7 @@ from tests.support.published_heads import (
     with_values,
 )
 
-SUPPORT = Path(__file__).parents[2] / "docs" / "support.md"
+SUPPORT = Path(__file__).parents[4] / "docs" / "support.md"
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -217,6 +219,14 @@ def test_a_config_alone_needs_to_be_somebodys(tmp_path: Path) -> None:
     assert named(check(draft, reference=reference, trainer="specforge"), "norm-eps").status is Status.FAIL
 
 
+def test_a_config_given_as_a_draft_is_told_its_place(tmp_path: Path) -> None:
+    config = tmp_path / "draft_config.json"
+    config.write_text(json.dumps(flat()))
+    result = CliRunner().invoke(app, ["check", str(config)])
+    assert result.exit_code == 2
+    assert "is a file: give a checkpoint's folder; the config of a training is a --reference" in result.output
+
+
 def test_a_folder_with_a_config_alone_is_a_reference_too(tmp_path: Path) -> None:
     draft = make.write_checkpoint(tmp_path / "draft", flat(), tensors())
     (tmp_path / "trained").mkdir()
@@ -228,6 +238,19 @@ def test_a_trainer_that_is_not_known_is_refused_by_its_name(tmp_path: Path) -> N
     draft = make.write_checkpoint(tmp_path, flat(), tensors())
     with pytest.raises(UsageError, match="no trainer is called 'nonsense': those known here are speculators,"):
         check(draft, trainer="nonsense==1")
+
+
+def test_a_draft_in_a_trainers_own_format_is_no_other_trainers(tmp_path: Path) -> None:
+    draft = make.write_checkpoint(tmp_path, make.speculators_config(), make.draft_tensors())
+    with pytest.raises(UsageError, match="is in speculators's format, and --trainer names SpecForge"):
+        check(draft, trainer="specforge")
+
+
+def test_a_recipe_given_as_a_reference_is_told_its_place(tmp_path: Path) -> None:
+    draft = make.write_checkpoint(tmp_path / "draft", flat(), tensors())
+    (tmp_path / "run.yaml").write_text("data: {max_length: 1}")
+    with pytest.raises(CheckpointError, match="a recipe goes to --recipe"):
+        check(draft, reference=tmp_path / "run.yaml")
 
 
 def in_training(folder: Path, config: Config, place: str = "draft_config.json") -> Path:

@@ -106,15 +106,16 @@ def test_the_command_says_how_much_was_fetched(served: Hub) -> None:
 FAULTS = {
     "silent": "did not answer in time",
     "silent later": "did not answer in time",
-    "401": "cannot list hf://owner/draft",
-    "403": "cannot list hf://owner/draft",
-    "404": "cannot list hf://owner/draft",
+    "401": "keeps it from you .status 401.: is it private or gated",
+    "403": "keeps it from you .status 403.",
+    "404": "has no such repository, revision or file",
     "429": "answers with status 429: try again later",
     "500": "answers with status 500: try again later",
     "loop": "redirects without end",
     "nonsense": "cannot list hf://owner/draft",
     "half a list": "cannot list hf://owner/draft",
     "no sizes": "lists a file of 'many' bytes",
+    "null": "lists a file of None bytes",
     "negative": "lists a file of -1 bytes",
     "too small": "truncated",
     "too large": "gives .* bytes where .* were asked for",
@@ -191,6 +192,28 @@ def test_huggingface_hub_is_left_with_the_client_it_had(served: Hub) -> None:
 def test_what_is_no_repository_is_refused_by_its_form(place: str) -> None:
     with pytest.raises(UsageError, match="give hf://owner/name"):
         check(place)
+
+
+def test_what_torch_saved_is_read_by_ranges_too(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    from tests.support.torch_files import as_torch
+
+    torch.save({name: as_torch(one) for name, one in tensors().items()}, folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    monkeypatch.setattr(remote, "HEADER_BYTES", 4096)
+    with local_hub(folder) as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        assert comparable(check(URL)) == comparable(check(folder))
+
+
+def test_a_repository_without_an_index_or_weights_is_one_sentence(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "model.safetensors").unlink()
+    with local_hub(folder) as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        with pytest.raises(CheckpointError, match=f"{URL} has no weights"):
+            check(URL)
 
 
 def test_any_filesystem_of_fsspecs_will_do(folder: Path) -> None:
