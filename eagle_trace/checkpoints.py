@@ -25,7 +25,8 @@ def read_config(folder: Path) -> dict[str, Any]:
     if folder.is_file():
         raise CheckpointError(f"{folder} is a file: give the folder of a checkpoint")
     if not folder.is_dir():
-        raise CheckpointError(f"there is no folder {folder}: give the folder of a checkpoint")
+        hub = f" (of one on a hub: hf://{folder})" if re.fullmatch(r"[\w.-]+/[\w.-]+", str(folder)) else ""
+        raise CheckpointError(f"there is no folder {folder}: give the folder of a checkpoint{hub}")
     if path.exists() and not path.is_file():
         raise CheckpointError(f"{path} is not a file: give the folder of a checkpoint")
     try:

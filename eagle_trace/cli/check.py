@@ -84,7 +84,7 @@ def check(
         recipe=read_recipe(recipe or ()),
     )
     if purpose.why:
-        result = replace(result, why=f"{purpose.why}; {purpose.others} judges for another")
+        result = replace(result, why=f"{purpose.why}; for another give {purpose.others}")
     if format is not CheckFormat.text:
         typer.echo(render_check_as(result, format), nl=False)
     else:

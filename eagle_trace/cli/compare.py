@@ -254,4 +254,6 @@ def _again(diff: Diff) -> str:
 
     words = [word for word in without_secrets(sys.argv)[1:] if word != "--quiet"]
     at = words.index("compare") + 1 if "compare" in words else 0
-    return shlex.join(["eagle-trace", *words[:at], "--keep", "compared", *words[at:]])
+    # a report that was written now would be in the way
+    again = ["--force"] if any(word.startswith("--report") for word in words) and "--force" not in words else []
+    return shlex.join(["eagle-trace", *words[:at], "--keep", "compared", *again, *words[at:]])

@@ -21,8 +21,10 @@ import fsspec
 from eagle_trace.capture import Array
 from eagle_trace.errors import IncomparableError, UsageError
 from eagle_trace.jobs.servers import Ask, Pair, Running
+from eagle_trace.prompts import read_prompts
 from eagle_trace.reader import Trace, open_trace
 from eagle_trace.recording.hooks import Hooks
+from eagle_trace.recording.wanted import Wanted
 from eagle_trace.store import as_place
 from eagle_trace_analysis.comparison.result import AcceptLength, Divergence
 
@@ -72,12 +74,15 @@ class Watched:
 
     def check(self) -> None:
         """Raises UsageError if the options make no sense together."""
-        if self.every < 1:
-            raise UsageError(f"every must be 1 or more optimizer steps, not {self.every}")
+        if type(self.every) is not int or self.every < 1:
+            raise UsageError(f"every must be 1 or more optimizer steps, not {self.every!r}")
+        Wanted(level=self.level)  # refuses another
         if self.runs and self.prompts is None:
             raise UsageError(f"{self.served} is a running server: give prompts to ask it, a file of JSON lines")
         if not self.runs and self.prompts is not None:
             raise UsageError("prompts are those of the served trace: give prompts only beside a running server's URL")
+        if self.prompts is not None:
+            read_prompts(self.prompts)
         if self.kind == "compute" and self.target is None:
             raise UsageError("features='compute' runs the target: give target, or take features='serve'")
         if self.runs and self.kind == "serve" and self.level != "values":
@@ -185,6 +190,8 @@ class Monitoring:
         self._folder = TemporaryDirectory(prefix="eagle-trace-")
         self._baseline = open_trace(as_place(watched.baseline)) if watched.baseline is not None else None
         if self._served is not None:
+            if self._baseline is not None:
+                _refuse_others(self._baseline, self._served)
             self._probe.prepare(self._served)
         self._hooks.before(self.training.called, lambda *_: self._called())
         self.off = False
@@ -368,6 +375,14 @@ def place_of(site: str, *names: Iterable[str]) -> int:
 
     known = {name for some in names for name in some if known_site(name) is not None}
     return [one.name for one in sites_of(sorted({*known, site}))].index(site)
+
+
+def _refuse_others(baseline: Trace, served: Trace) -> None:
+    """Raises IncomparableError if a baseline has none of the prompts that are replayed."""
+    if not set(baseline.prompts["prompt_key"]) & set(served.prompts["prompt_key"]):
+        raise IncomparableError(
+            f"the baseline {baseline.path} has no prompt in common with {served.path}: give one of the same prompts"
+        )
 
 
 def _open_served(place: str) -> Trace:

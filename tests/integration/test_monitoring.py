@@ -45,6 +45,7 @@ pytestmark = pytest.mark.integration
 
 STEPS, EVERY = 5, 2
 PAIR = Pair(TARGET, DRAFT)
+KIMI = TARGET.parent / "kimi"
 LAYER_IDS = json.loads((DRAFT / "config.json").read_text())["eagle_aux_hidden_state_layer_ids"]
 #: where speculators and the looks log
 METRICS = logging.getLogger("speculators.metrics")
@@ -419,6 +420,11 @@ def test_a_trainer_that_is_interrupted_in_a_look_is_interrupted(
         ({"features": "compute"}, "features='compute' runs the target: give target"),
         ({"prompts": "p.jsonl"}, "give prompts only beside a running server's URL"),
         ({"served": "http://127.0.0.1:1"}, "is a running server: give prompts to ask it"),
+        ({"every": 2.5}, "every must be 1 or more optimizer steps, not 2.5"),
+        ({"level": "all"}, "level must be one of"),
+        ({"device": "tpu"}, "must be auto, cpu or cuda, not 'tpu'"),
+        ({"served": "http://127.0.0.1:1", "prompts": "/nowhere/p.jsonl"}, "cannot read prompts from /nowhere/p.jsonl"),
+        ({"target": KIMI / "target"}, "is 96 wide and the draft takes 3 layers as 384 numbers"),
         ({"evry": 3}, "unexpected keyword argument 'evry'"),
         ({"served": "/nowhere/serve.trace"}, "/nowhere/serve.trace"),
         ({"trainer": torch.nn.Linear(1, 1)}, "takes speculators' Eagle3DraftModel"),

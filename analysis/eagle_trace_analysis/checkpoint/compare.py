@@ -61,7 +61,7 @@ def summarise(changes: list[TensorChange], compared: int, unread: int = 0) -> Fi
         NAME,
         "",
         f"against the reference: {words}",
-        "see the list below; what was not meant to change should be restored from the reference",
+        "what was not meant to change (without --quiet it is listed) should be restored from the reference",
     )
 
 

@@ -27,7 +27,7 @@ def render_text(result: CheckResult, console: Console) -> None:
     console.print(Text(f"{result.draft} ({result.format} format)", style="bold"))
     if result.trainer:
         console.print(Text(printable(result.trainer), style="dim"))
-    console.print(Text(printable(_judged_for(result))), soft_wrap=True)
+    console.print(Text(printable(_judged_for(result))))
     for finding in _ordered(result):
         _print_finding(finding, console)
     if result.changes:
@@ -45,7 +45,7 @@ def render_brief(result: CheckResult, console: Console) -> None:
         if finding.status in (Status.FAIL, Status.WARN):
             _print_finding(finding, console)
     if result.why:
-        console.print(Text(printable(_judged_for(result))), soft_wrap=True)
+        console.print(Text(printable(_judged_for(result))))
     console.print(Text(f"check: {summary(result)}", style="bold red" if result.exit_status else ""))
 
 

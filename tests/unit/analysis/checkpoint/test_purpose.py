@@ -64,7 +64,7 @@ def test_check_says_for_which_engine_it_judged_and_why(healthy: Folders, tmp_pat
         for options in ((), ("--quiet",)):
             status, said = run("check", draft, "--target", healthy.target, *options)
             assert status == 0
-            assert f"judged for {engine.ENGINE}: {why}; --engine " in said
+            assert f"judged for {engine.ENGINE}: {why}; for another give --engine " in " ".join(said.split())
         data = json.loads(run("check", draft, "--format", "json")[1])
         assert data["engine"] == engine.ENGINE
         assert data["engine_chosen"].startswith(why)
