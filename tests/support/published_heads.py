@@ -308,7 +308,7 @@ def judged(number: int, engine: str) -> tuple[str, dict[str, str], str]:
 
 def table() -> list[str]:
     """The rows of docs/support.md."""
-    rows = ["| head | told to be of | structure from | SGLang | vLLM |", "| --- | --- | --- | --- | --- |"]
+    rows = ["| head | told to be of | adapted from | SGLang | vLLM |", "| --- | --- | --- | --- | --- |"]
     for number, head in enumerate(HEADS):
         both = [judged(number, engine)[1] for engine in ("sglang", "vllm")]
         cells = ["; ".join(f"{name} {status}s" for name, status in found.items()) or "passes" for found in both]

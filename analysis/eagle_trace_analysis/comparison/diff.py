@@ -46,7 +46,7 @@ from eagle_trace_analysis.comparison.words import (
     why_no_rows,
 )
 from eagle_trace_analysis.comparison.worst import row_facts
-from eagle_trace_analysis.pairing.align import Alignment, align, is_replay, not_materialised
+from eagle_trace_analysis.pairing.align import Alignment, align, not_materialised, replays_another
 from eagle_trace_analysis.pairing.pairs import Pairs
 from eagle_trace_analysis.pairing.ranks import check_ranks
 from eagle_trace_analysis.pairing.roles import Roles, in_order
@@ -384,12 +384,8 @@ class _Comparison:
         digests = {self.train.manifest.prompts_digest, self.serve.manifest.prompts_digest}
         if len(digests) > 1 and "" not in digests:
             self.notes.append(Note("prompts-digest", "the two sides were recorded on different sets of prompts"))
-        replayed = self.train.manifest.settings.get("replayed")
-        if replayed and self.serve.manifest.recording and not is_replay(self.train, self.serve):
-            text = (
-                f"{self.train.path} replays another recording than {self.serve.path}: only what both have is compared"
-            )
-            self.notes.append(Note("replays-another", text))
+        if replays_another(self.train, self.serve):
+            self.notes.append(Note("replays-another", f"{self.train.path} replays another recording of the server"))
 
     def _add_partings(self) -> None:
         """Where greedy answers part: at which token, how long they ran together, and that nothing follows from it."""

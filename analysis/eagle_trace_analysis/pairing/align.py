@@ -169,6 +169,11 @@ def is_replay(train: Trace, serve: Trace) -> bool:
     return bool(name) and train.manifest.settings.get("replayed") == name
 
 
+def replays_another(train: Trace, serve: Trace) -> bool:
+    """Whether both traces say which recording they are of, and it is not the same one."""
+    return bool(serve.manifest.recording and train.manifest.settings.get("replayed")) and not is_replay(train, serve)
+
+
 def align(train: Trace, serve: Trace) -> Alignment:
     """Line up two traces by (prompt_key, root, step, path)."""
     return Alignment(train, serve)
