@@ -44,8 +44,9 @@ lint: $(STAMP)
 unit: $(STAMP)
 	$(BIN)/python -m pytest -m 'not integration and not vllm' -n auto
 
+# a start of a host is mostly waiting: two workers, the tests of a file in one of them, share their servers
 integration: $(STAMP)
-	$(BIN)/python -m pytest -m integration
+	$(BIN)/python -m pytest -m integration -n 2 --dist loadfile
 
 # the wheel for a CPU pins torch's build for a CPU; torchvision and its like come along for CUDA, and break transformers
 $(VLLM_STAMP): pyproject.toml
