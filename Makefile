@@ -54,7 +54,7 @@ $(VLLM_STAMP): pyproject.toml
 	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check pip==25.3
 	$(VLLM_VENV)/bin/python -m pip install --quiet --editable . --group vllm
 	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
-	$(VLLM_VENV)/bin/python -m pip install --quiet --no-deps speculators==0.9.0 hs-connectors==0.9.0 datasets==5.1.0
+	$(VLLM_VENV)/bin/python -m pip install --quiet --no-deps speculators==0.9.0 hs-connectors==0.9.0 datasets==5.1.0 specforge==0.2.0
 	@rm -f $(VLLM_VENV)/.installed-*
 	@touch $@
 

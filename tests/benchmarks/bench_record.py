@@ -1,12 +1,11 @@
 """What recording costs a server: CPU time of the same requests, recorded at each level, over not recorded.
 
-    python tests/benchmarks/bench_record.py [TARGET SGLANG_DRAFT]
+    python tests/benchmarks/bench_record.py [TARGET DRAFT [HOST]]
 
 One server is started; every round answers the same prompts without recording and at each level, in turn, so that the
 ratios hold on a machine whose speed drifts. CPU time is that of all processes of the server and of this one, from the
-first prompt sent to the trace sealed. Without arguments the demo pair is used;
-docs/walkthrough-smollm2.md says how to make the
-pair of the figures in the docs.
+first prompt sent to the trace sealed. DRAFT is what HOST loads (sglang, vllm). Without arguments the demo pair is used
+on SGLang; docs/walkthrough-smollm2.md says how to make the pair of the figures in the docs.
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ from eagle_trace.capture import DTYPES
 from eagle_trace.demo import models_dir, prompts_file
 from eagle_trace.prompts import read_prompts
 from eagle_trace.reader import open_trace
+from eagle_trace.recording.hosts import find_host
 from eagle_trace_analysis.checkpoint.export import export
 from eagle_trace_serving.host import ServerOptions
 from eagle_trace_serving.requests import Request
@@ -66,14 +66,15 @@ def main() -> None:
     """Print a row a level."""
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder)
-        if len(sys.argv) == 3:
+        host = find_host("server", sys.argv[3] if len(sys.argv) == 4 else "sglang")
+        if len(sys.argv) >= 3:
             target, draft = Path(sys.argv[1]), Path(sys.argv[2])
         else:
             target, draft = models_dir() / "target", scratch / "draft"
             export(models_dir() / "draft", draft, target=target)
         request = Request(read_prompts(prompts_file()), max_new_tokens=48)
         figures: dict[str, list[tuple[float, float, int, int]]] = {level: [] for level in LEVELS}
-        with Server(ServerOptions(target, draft, dtype="float32")) as server:
+        with Server(ServerOptions(target, draft, dtype="float32"), host=host) as server:
             server.answer(request)  # warm-up
             for number in range(ROUNDS):
                 for level in LEVELS:

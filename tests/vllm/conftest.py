@@ -130,14 +130,14 @@ def serve(folder: Path, four_prompts: Path, warm: Warm) -> Serve:
 
 @pytest.fixture(scope="session")
 def train(folder: Path) -> Train:
-    """Replay a serve trace through speculators' forward."""
-    from eagle_trace_speculators.host import HOST
+    """Replay a serve trace through a trainer's forward, speculators' if none is named."""
+    from eagle_trace.recording.hosts import find_host
 
-    made: dict[str, Trace] = {}
+    made: dict[tuple[str, str], Trace] = {}
 
-    def run(served: Trace, **options: Any) -> Trace:
+    def run(served: Trace, host: str = "speculators", **options: Any) -> Trace:
         place = str(served.path)
-        if place not in made:
+        if (host, place) not in made:
             asked = {
                 "target": TARGET,
                 "draft": DRAFT,
@@ -153,7 +153,8 @@ def train(folder: Path) -> Train:
                 "argv": [],
                 "progress": lambda _: None,
             } | options
-            made[place] = open_trace(HOST.record(out=folder / f"train{len(made)}.trace", **asked))
-        return made[place]
+            recorded = find_host("trainer", host).record(out=folder / f"train{len(made)}.trace", **asked)
+            made[host, place] = open_trace(recorded)
+        return made[host, place]
 
     return run
