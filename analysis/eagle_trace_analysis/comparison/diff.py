@@ -150,7 +150,8 @@ class _Comparison:
         else:
             accept = replace(accept, reference=accept_length(self.train).observed)
         if reason is None and not frontier and (text := contradiction(accept)) is not None:
-            self.notes.append(Note("accept-length", text))
+            also = "; the training forward replays another recording" if replays_another(self.train, self.serve) else ""
+            self.notes.append(Note("accept-length", text + also))
         return Diff(
             sites=tuple(ordered),
             coverage=self.alignment.coverage,
@@ -384,8 +385,6 @@ class _Comparison:
         digests = {self.train.manifest.prompts_digest, self.serve.manifest.prompts_digest}
         if len(digests) > 1 and "" not in digests:
             self.notes.append(Note("prompts-digest", "the two sides were recorded on different sets of prompts"))
-        if replays_another(self.train, self.serve):
-            self.notes.append(Note("replays-another", f"{self.train.path} replays another recording of the server"))
 
     def _add_partings(self) -> None:
         """Where greedy answers part: at which token, how long they ran together, and that nothing follows from it."""
