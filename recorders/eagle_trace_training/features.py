@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from eagle_trace.capture import Array
+from eagle_trace.checkpoints import read_config, text_config
 from eagle_trace.errors import CheckpointError, UsageError
 from eagle_trace.reader import Trace, ValueReader, read_keys
 from eagle_trace.recording.hooks import Hooks
@@ -68,11 +69,12 @@ class ComputedFeatures:
         target: folder of the target.
         layer_ids: which layers: i is the input of layer i, and the number of layers the last one's output.
         tasks: the prompts.
+        width: n * G that the draft's fc takes.
         precision: dtypes and device.
         progress: receives messages.
 
     Raises:
-        CheckpointError: the target cannot be loaded, or its decoder layers are not found.
+        CheckpointError: the target is of another width, cannot be loaded, or its decoder layers are not found.
     """
 
     def __init__(
@@ -80,10 +82,17 @@ class ComputedFeatures:
         target: Path,
         layer_ids: Sequence[int],
         tasks: Sequence[Task],
+        width: int,
         precision: Precision,
         progress: Progress,
     ) -> None:
         dtype, reference = precision.dtype, precision.reference
+        hidden = text_config(read_config(target)).get("hidden_size")
+        if hidden is not None and hidden * len(layer_ids) != width:
+            raise CheckpointError(
+                f"{target} is {hidden} wide and the draft takes {len(layer_ids)} layers as {width} numbers: give the "
+                "target that it is trained for"
+            )
         with quiet():
             model = load_target(target, DTYPES[dtype])
         decoder = decoder_of(model.to(precision.device).eval(), target)
@@ -348,4 +357,4 @@ def open_features(
         return StoredFeatures(Path(features), host, tasks, width)
     if target is None or layer_ids is None:
         raise UsageError("--features compute runs the target: give --target, or take --features serve")
-    return ComputedFeatures(target, layer_ids, tasks, precision, progress)
+    return ComputedFeatures(target, layer_ids, tasks, width, precision, progress)

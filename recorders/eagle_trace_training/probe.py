@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from eagle_trace.checkpoints import read_config, text_config
 from eagle_trace.errors import HostError
 from eagle_trace.manifest import Manifest, without_secrets
 from eagle_trace.prompts import prompts_digest
@@ -108,7 +107,6 @@ class Probe:
         tokens = {task.prompt_id: task.token_ids for task in tasks}
         if self._features is None or tokens != self._tokens:
             dtype = check_dtype(served.manifest.dtype or "bfloat16")
-            self._refuse_other_target(draft)
             with threads_for(self._device, draft.hidden_size):
                 self._features = open_features(
                     self._kind,
@@ -123,17 +121,6 @@ class Probe:
                 )
             self._tokens = tokens
         return self._features
-
-    def _refuse_other_target(self, draft: LoadedDraft) -> None:
-        """Before the target is run, whose features are found not to fit only where they are fed."""
-        if self._kind != "compute" or self._target is None or draft.layer_ids is None:
-            return
-        wide, layers = text_config(read_config(self._target)).get("hidden_size"), len(draft.layer_ids)
-        if wide is not None and wide * layers != draft.fused_width:
-            raise HostError(
-                f"{self._target} is {wide} wide and the draft takes {layers} layers as "
-                f"{draft.fused_width} numbers: give the target that it is trained for"
-            )
 
     def _record(self, served: Trace, out: Place, level: str, selection: Selection) -> Place:
         draft = self._twin(served)

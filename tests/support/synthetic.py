@@ -371,3 +371,17 @@ def only(at_site: str, at_step: int, change: Callable[[Rows, F64], F64]) -> Faul
         return change(rows, values) if (site, step) == (at_site, at_step) else values
 
     return fault
+
+
+def nan(rows: Rows, values: F64) -> F64:
+    """A fault: the first number is none."""
+    values = values.copy()
+    values[0, 0] = np.nan
+    return values
+
+
+#: a verify round of the first prompt: two drafts, one of which is accepted
+ROUND = {
+    "prompt_id": 0, "round": 1, "root": 9, "proposed": [1, 2], "parents": [0, 1], "target_argmax": [],
+    "accepted": [1], "bonus": 5,
+}  # fmt: skip

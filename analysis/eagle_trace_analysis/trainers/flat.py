@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from eagle_trace.checkpoints import class_names
 from eagle_trace.errors import CheckpointError
-from eagle_trace_analysis.trainers.base import Doubt, Folder, Training
+from eagle_trace_analysis.trainers.base import Doubt, Folder, Training, flat_training
 
 D2T = "offsets"
 #: how such trainers call the draft's one decoder layer
@@ -35,14 +36,10 @@ def training_of(config: Mapping[str, Any], ids: list[int] | None, forms: Mapping
     """
     if not isinstance(config.get("hidden_size"), int):
         raise CheckpointError("this is not a draft's config: it has no hidden_size")
-    flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-    return Training(
-        decoder=config,
-        layer_ids=ids,
-        own_embedding=False,
-        draft_vocab_size=config.get("draft_vocab_size") or config.get("vocab_size") or 0,
-        **{flag: forms.get(flag, bool(config.get(flag))) for flag in flags},
-    )
+    said = flat_training(config)
+    vocabulary = said.draft_vocab_size or config.get("vocab_size") or 0
+    known: dict[str, Any] = {**forms, "layer_ids": ids, "draft_vocab_size": vocabulary}
+    return replace(said, **known)
 
 
 def outputs_named(config: Mapping[str, Any]) -> list[int] | None:

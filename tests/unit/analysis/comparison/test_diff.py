@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from eagle_trace.capture import Rows
 from eagle_trace.errors import IncomparableError
 from eagle_trace.manifest import Manifest
 from eagle_trace.writer import TraceWriter, prepare_output
-from eagle_trace_analysis import Diff, diff
+from eagle_trace_analysis import diff
 from tests.support.synthetic import (
     F64,
     Draft,
@@ -26,42 +25,16 @@ from tests.support.synthetic import (
     value_sites,
     write_trace,
 )
+from tests.support.verdicts import first, result_of
 
 CHAINS, TREES = make_prompts(), make_prompts(tree=True)
 LATER_SITES = [site for site in value_sites() if not site.startswith(("target", "fused", "fc"))]
 
 
 @pytest.fixture(scope="module")
-def healthy_train(tmp_path_factory: pytest.TempPathFactory) -> Trace:
-    return write_trace(tmp_path_factory.mktemp("train") / "train.trace", Side("train", noise_seed=1), CHAINS)
-
-
-@pytest.fixture(scope="module")
 def bfloat16_train(tmp_path_factory: pytest.TempPathFactory) -> Trace:
     side = Side("train", dtype="bfloat16", noise_seed=7)
     return write_trace(tmp_path_factory.mktemp("train") / "bfloat16.trace", side, CHAINS)
-
-
-@pytest.fixture
-def write(tmp_path: Path) -> Callable[..., Trace]:
-    def make(
-        side: str, prompts: list[Prompt] = CHAINS, *, draft: Any = None, rounds: Any = (), **options: Any
-    ) -> Trace:
-        path = tmp_path / f"{side}{len(list(tmp_path.iterdir()))}.trace"
-        return write_trace(path, Side(side, **options), prompts, draft=draft, rounds=rounds)
-
-    return make
-
-
-def first(result: Diff) -> tuple[str, int, str]:
-    assert result.verdict == "diverged", result.incomparable
-    found = result.first_divergence
-    assert found is not None
-    return found.site, found.step, found.kind
-
-
-def result_of(result: Diff, site: str, step: int = 0) -> Any:
-    return next(one for one in result.sites if (one.site, one.step) == (site, step))
 
 
 # ---- healthy pairs

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,47 +11,19 @@ import pytest
 
 from eagle_trace import Trace
 from eagle_trace.capture import Rows
-from eagle_trace_analysis import Diff, IdMetrics, Metrics, diff
+from eagle_trace_analysis import IdMetrics, Metrics, diff
 from tests.support.synthetic import (
     DRAFT_VOCAB,
     F64,
     HIDDEN,
     Draft,
     Prompt,
-    Side,
     make_prompts,
     only,
-    write_trace,
 )
+from tests.support.verdicts import first, result_of
 
 CHAINS = make_prompts()
-
-
-@pytest.fixture(scope="module")
-def healthy_train(tmp_path_factory: pytest.TempPathFactory) -> Trace:
-    return write_trace(tmp_path_factory.mktemp("train") / "train.trace", Side("train", noise_seed=1), CHAINS)
-
-
-@pytest.fixture
-def write(tmp_path: Path) -> Callable[..., Trace]:
-    def make(
-        side: str, prompts: list[Prompt] = CHAINS, *, draft: Any = None, rounds: Any = (), **options: Any
-    ) -> Trace:
-        path = tmp_path / f"{side}{len(list(tmp_path.iterdir()))}.trace"
-        return write_trace(path, Side(side, **options), prompts, draft=draft, rounds=rounds)
-
-    return make
-
-
-def first(result: Diff) -> tuple[str, int, str]:
-    assert result.verdict == "diverged", result.incomparable
-    found = result.first_divergence
-    assert found is not None
-    return found.site, found.step, found.kind
-
-
-def result_of(result: Diff, site: str, step: int = 0) -> Any:
-    return next(one for one in result.sites if (one.site, one.step) == (site, step))
 
 
 # ---- shapes and presence

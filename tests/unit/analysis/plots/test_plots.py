@@ -11,27 +11,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from eagle_trace.capture import Rows, Statistics
+from eagle_trace.capture import Statistics
 from eagle_trace.errors import TraceNotFoundError, UsageError
 from eagle_trace.reader import open_trace
 from eagle_trace_analysis import Diff, diff, plots
 from eagle_trace_analysis.comparison.rowwise import RowFigures
 from eagle_trace_analysis.plots import style
 from eagle_trace_analysis.plots.health import compare_params, degenerate
-from tests.support.synthetic import F64, Side, make_prompts, only, value_sites, write_trace
+from tests.support.synthetic import ROUND, Side, make_prompts, nan, only, value_sites, write_trace
 
 GOLDEN = Path(__file__).parents[3] / "golden"
 PROMPTS = make_prompts(2)
-ROUND = {
-    "prompt_id": 0, "round": 1, "root": 9, "proposed": [1, 2], "parents": [0, 1], "target_argmax": [],
-    "accepted": [1], "bonus": 5,
-}  # fmt: skip
-
-
-def nan(rows: Rows, values: F64) -> F64:
-    values = values.copy()
-    values[0, 0] = np.nan
-    return values
 
 
 ALL_BUT_TWO = tuple(site for site in value_sites() if site not in ("fused", "logits"))

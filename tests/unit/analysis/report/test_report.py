@@ -21,20 +21,10 @@ from eagle_trace_analysis import Diff, diff
 from eagle_trace_analysis.report.json import to_json, to_json_text
 from eagle_trace_analysis.report.text import render
 from tests.support.endings import ending_of
-from tests.support.synthetic import F64, Side, make_prompts, only, write_trace
+from tests.support.synthetic import F64, ROUND, Side, make_prompts, nan, only, write_trace
 
 ROOT = Path(__file__).parents[4]
 PROMPTS = make_prompts(2)
-ROUND = {
-    "prompt_id": 0, "round": 1, "root": 9, "proposed": [1, 2], "parents": [0, 1], "target_argmax": [],
-    "accepted": [1], "bonus": 5,
-}  # fmt: skip
-
-
-def nan(rows: Rows, values: F64) -> F64:
-    values = values.copy()
-    values[0, 0] = np.nan
-    return values
 
 
 def from_nothing(rows: Rows, values: F64) -> F64:
