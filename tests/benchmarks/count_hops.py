@@ -6,7 +6,8 @@ A small draft with one site runs a few forwards, recorded by SGLang's own draft 
 call of every thread is looked at (`sys.setprofile`). A function counts if it was running (on the stack) while the
 site's rows were passed to a function, were taken by Parquet, or changed threads with their forward. What answers a
 question about rows is not counted, since they do not go through it: a function that calls nothing further with them and
-gives something back, and those of `QUESTIONS`. With -v the functions are listed in the order in which rows come to them.
+gives something back, and those of `QUESTIONS`. With -v the functions are listed, in the order in which rows come to
+them.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from eagle_trace.errors import CheckpointError, EagleTraceError, HostError, Usag
 from eagle_trace.prompts import Prompt
 from eagle_trace.recording import hosts
 from eagle_trace_serving.access import DeniedError, Keys
+from eagle_trace_serving.cached import cached_as
 from eagle_trace_serving.host import Address, ServerOptions
 from eagle_trace_serving.requests import Request
 from eagle_trace_vllm import arming, plugin, releases
@@ -23,6 +24,7 @@ from eagle_trace_vllm.asking import answers, ask, ask_all, request_id
 from eagle_trace_vllm.deployment import launch, speculation
 from eagle_trace_vllm.host import HOST
 from eagle_trace_vllm.recording import Asked
+from eagle_trace_vllm.worker import kept_in
 from tests.support.pairs import DRAFT, TARGET
 
 PAIR = ServerOptions(TARGET, DRAFT, device="cpu")
@@ -249,3 +251,28 @@ def test_nothing_that_goes_wrong_in_the_plugin_reaches_the_server(
     assert str(error) in caplog.text
     # a bug keeps its traceback, a sentence has none
     assert ("Traceback" in caplog.text) == isinstance(error, RuntimeError)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "named", "kept"),
+    [
+        ("torch.bfloat16", "auto", "bfloat16"),
+        ("torch.uint8", "fp8", "float8_e4m3fn"),
+        ("torch.uint8", "fp8_e5m2", "float8_e5m2"),
+        ("torch.float8_e4m3fn", "fp8_inc", "float8_e4m3fn"),
+        ("torch.uint8", "nvfp4", "nvfp4"),
+        (None, "auto", ""),
+    ],
+)
+def test_a_cache_of_bytes_is_named_for_what_the_bytes_are(dtype: str | None, named: str, kept: str) -> None:
+    attention = SimpleNamespace(kv_cache_torch_dtype=dtype, kv_cache_dtype=named)
+    assert kept_in(SimpleNamespace(modules=lambda: [SimpleNamespace(), attention])) == kept
+
+
+def test_the_drafts_cache_is_told_where_it_is_another_one() -> None:
+    assert cached_as("torch.bfloat16", "bfloat16") == {"kv_cache_dtype": "bfloat16"}
+    assert cached_as("float8_e4m3fn", "torch.bfloat16") == {
+        "kv_cache_dtype": "float8_e4m3fn",
+        "draft_kv_cache_dtype": "bfloat16",
+    }
+    assert cached_as(None, "") == {}
