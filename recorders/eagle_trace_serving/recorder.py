@@ -37,8 +37,9 @@ CATCH_UP_SECONDS = 30.0
 #: how long a process that ends may take to seal: of the 5 s that are promised, the rest is for all else
 LEAVE_SECONDS = 3.0
 
-#: passes an event to the recording that is going on, if there is one, such that an error ends it and not the server
-Tell = Callable[[Callable[[Any], None]], None]
+#: passes an event to the recording that is going on, if there is one: a method of it, or a function that takes it, and
+#: what else it takes; an error ends the recording and not the server
+Tell = Callable[..., None]
 
 
 @dataclass
@@ -86,19 +87,19 @@ class ServeRecorder:
 
     def arrived(self, request: ServedRequest) -> None:
         """A request was queued."""
-        self.tell(lambda recording: recording.arrived(request))
+        self.tell(Recording.arrived, request)
 
     def ended(self, rid: str) -> None:
         """A request was answered or aborted; with the last one the hooks come off."""
-        self.tell(lambda recording: recording.ended(rid))
+        self.tell(Recording.ended, rid)
 
-    def tell(self, event: Callable[[Any], None]) -> None:
-        """Pass an event to the recording that is going on, if there is one; an error ends it and not the server."""
+    def tell(self, event: Callable[..., Any], *given: Any) -> None:
+        """Pass an event to the recording that is going on, if there is one; see `Tell`."""
         active = self._active
         if active is None:
             return
         try:
-            event(active.recording)
+            event(active.recording, *given)
         except Exception as error:  # noqa: BLE001 (reported, never raised into the host)
             self._fail(active, error)
 

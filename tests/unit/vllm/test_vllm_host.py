@@ -16,7 +16,7 @@ from eagle_trace.errors import CheckpointError, EagleTraceError, HostError, Usag
 from eagle_trace.prompts import Prompt
 from eagle_trace.recording import hosts
 from eagle_trace_serving.access import DeniedError, Keys
-from eagle_trace_serving.cached import cached_as
+from eagle_trace_serving.facts import cached_as
 from eagle_trace_serving.host import Address, ServerOptions
 from eagle_trace_serving.releases import Releases
 from eagle_trace_serving.requests import Request
