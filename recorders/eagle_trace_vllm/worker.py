@@ -148,14 +148,15 @@ def _layer_ids(runner: Any) -> list[int]:
 
 def kept_in(model: Any) -> str:
     """The dtype that the attention of a loaded model keeps its keys and values in; nothing if it does not say."""
-    said = ((one, getattr(one, "kv_cache_torch_dtype", None)) for one in _unwrapped(model).modules())
-    attention, dtype = next(((one, dtype) for one, dtype in said if dtype is not None), (None, ""))
-    name = str(dtype).removeprefix("torch.")
-    if name != "uint8":
-        return name
-    # bytes, of which another name tells what they are
-    named = str(attention.kv_cache_dtype)
-    return PACKED.get(named, named)
+    for attention in _unwrapped(model).modules():
+        dtype = getattr(attention, "kv_cache_torch_dtype", None)
+        if dtype is None:
+            continue
+        name = str(dtype).removeprefix("torch.")
+        # bytes, of which another name tells what they are
+        named = str(attention.kv_cache_dtype)
+        return PACKED.get(named, named) if name == "uint8" else name
+    return ""
 
 
 def _unwrapped(model: Any) -> Any:

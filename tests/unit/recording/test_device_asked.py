@@ -9,7 +9,7 @@ from eagle_trace.recording.device import device_for
 
 
 def test_auto_takes_what_is_there() -> None:
-    assert [device_for("auto", lambda: there) for there in (True, False)] == ["cuda", "cpu"]
+    assert [device_for("auto", lambda there=there: there) for there in (True, False)] == ["cuda", "cpu"]
     assert device_for("cuda", lambda: True) == "cuda"
 
 
