@@ -137,13 +137,15 @@ class VLLMDraft:
 
 def kept_in(model: Any) -> str:
     """The dtype that the attention of a loaded model keeps its keys and values in; nothing if it does not say."""
-    modules = _unwrapped(model).modules()
-    attention = next((one for one in modules if getattr(one, "kv_cache_torch_dtype", None) is not None), None)
-    if attention is None:
-        return ""
-    name, named = str(attention.kv_cache_torch_dtype).removeprefix("torch."), str(attention.kv_cache_dtype)
-    # bytes, of which the other name tells what they are
-    return PACKED.get(named, named) if name == "uint8" else name
+    for attention in _unwrapped(model).modules():
+        dtype = getattr(attention, "kv_cache_torch_dtype", None)
+        if dtype is None:
+            continue
+        name = str(dtype).removeprefix("torch.")
+        # bytes, of which another name tells what they are
+        named = str(attention.kv_cache_dtype)
+        return PACKED.get(named, named) if name == "uint8" else name
+    return ""
 
 
 def _unwrapped(model: Any) -> Any:
