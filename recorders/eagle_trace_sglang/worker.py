@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from eagle_trace.manifest import Manifest
 from eagle_trace.recording.arrays import to_array
 from eagle_trace.recording.forward import BEST_SITES
 from eagle_trace.recording.hooks import Hooks
@@ -16,7 +14,6 @@ from eagle_trace_serving.facts import cached_as, never_computed, packages, targe
 from eagle_trace_serving.host import Facts
 from eagle_trace_serving.orders import Order
 from eagle_trace_serving.params import dropped
-from eagle_trace_serving.recorder import Tell
 from eagle_trace_serving.recording import Recording
 from eagle_trace_serving.stored import filled_by
 from eagle_trace_serving.taps import shards_of
@@ -96,25 +93,25 @@ class SGLangDraft:
         target_ids = None if hot is None else to_array(hot)
         return Recording(order, writer, self._target_width, target_ids, shards_of(taps(self._model)))
 
-    def hang(self, hooks: Hooks, tell: Tell, order: Order, manifest: Manifest) -> None:
+    def hang(self, hooks: Hooks, recording: Recording) -> None:
         """Hang everything that tells a recording of the draft's forwards; see `DraftWorker`."""
+        manifest, keep_graphs = recording.writer.manifest, recording.order.keep_cuda_graphs
         # not with the other facts: SGLang tells its target which layers to capture after the draft was loaded
         manifest.target |= target_facts(self._worker.target_worker.model_runner.model, *CAPTURES)
         if has_graphs(self._worker):
-            manifest.changes.append(KEPT_GRAPHS if order.keep_cuda_graphs else EAGER)
-        if order.keep_cuda_graphs:
-            hook_graph_boundaries(hooks, self._worker, tell)
+            manifest.changes.append(KEPT_GRAPHS if keep_graphs else EAGER)
+        if keep_graphs:
+            hook_graph_boundaries(hooks, self._worker, recording)
         else:
             run_eagerly(hooks, self._worker)
 
         def opened(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            batch = kwargs["forward_batch"] if "forward_batch" in kwargs else args[2]
-            tell(lambda recording: recording.open_call(batch_of(batch)))
+            recording.open_call(batch_of(kwargs["forward_batch"] if "forward_batch" in kwargs else args[2]))
 
         hooks.before(self._model.model, opened)
-        tell_missing(manifest, "SGLang", hook_draft(hooks, self._model, partial(tell, Recording.capture)))
-        hooks.after(self._model.logits_processor, lambda *_: tell(Recording.close_call))
-        _watch_branches(hooks, tell)
+        tell_missing(manifest, "SGLang", hook_draft(hooks, self._model, recording.capture))
+        hooks.after(self._model.logits_processor, lambda *_: recording.close_call())
+        _watch_branches(hooks, recording)
 
     def _filled(self) -> dict[str, tuple[str, ...]]:
         return filled_by(Path(self._worker.draft_runner.model_config.model_path), family_of(self._model))
@@ -136,11 +133,11 @@ class SGLangDraft:
         return sites
 
 
-def _watch_branches(hooks: Hooks, tell: Tell) -> None:
+def _watch_branches(hooks: Hooks, recording: Recording) -> None:
     """Tell what the draft chose at each step."""
     from sglang.srt.speculative import eagle_worker_v2
 
     def chosen(result: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
-        tell(lambda recording: recording.chosen(result[0], *parents_of(result[3], int(args[0]), int(args[5]))))
+        recording.chosen(result[0], *parents_of(result[3], int(args[0]), int(args[5])))
 
     hooks.wrap(eagle_worker_v2, "select_top_k_tokens", chosen)

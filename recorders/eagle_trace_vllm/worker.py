@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from eagle_trace.manifest import Manifest
 from eagle_trace.recording.arrays import to_array
 from eagle_trace.recording.forward import BEST_SITES, offsets_to_ids
 from eagle_trace.recording.hooks import Hooks
@@ -18,7 +16,6 @@ from eagle_trace_serving.host import Facts
 from eagle_trace_serving.orders import Order
 from eagle_trace_serving.parallel import place
 from eagle_trace_serving.params import dropped
-from eagle_trace_serving.recorder import Tell
 from eagle_trace_serving.stored import filled_by
 from eagle_trace_serving.taps import shards_of
 from eagle_trace_vllm.deployment import ONE_REPLICA
@@ -110,9 +107,9 @@ class VLLMDraft:
         recording.longest = int(config.max_model_len)
         return recording
 
-    def hang(self, hooks: Hooks, tell: Tell, order: Order, manifest: Manifest) -> None:  # noqa: ARG002
+    def hang(self, hooks: Hooks, recording: VLLMRecording) -> None:
         """Hang everything that tells a recording of the draft's forwards; see `DraftWorker`."""
-        model = self._model
+        model, manifest = self._model, recording.writer.manifest
         # the target is told of them after the draft was loaded
         target = _unwrapped(self._runner.model)
         manifest.target |= target_facts(target, LAYERS)
@@ -122,17 +119,15 @@ class VLLMDraft:
             # asked at each call: what vLLM compiled is put aside and not lost
             hooks.replace(model.model, "do_not_compile", True)
             manifest.changes.append(UNCOMPILED)
-        hook_runner(hooks, self._runner, tell)
-
-        captured = partial(tell, VLLMRecording.capture)
+        hook_runner(hooks, self._runner, recording)
 
         def forward(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             given = dict(zip(("input_ids", "positions"), args, strict=False)) | kwargs
-            tell(VLLMRecording.forward, given["input_ids"], given["positions"])
+            recording.forward(given["input_ids"], given["positions"])
 
-        hooks.precede(model, "combine_hidden_states", lambda args, _kwargs: captured("fused", args[0]))
+        hooks.precede(model, "combine_hidden_states", lambda args, _kwargs: recording.capture("fused", args[0]))
         hooks.before(model, forward)
-        tell_missing(manifest, "vLLM", hang(hooks, model, taps(model), captured))
+        tell_missing(manifest, "vLLM", hang(hooks, model, taps(model), recording.capture))
 
 
 def kept_in(model: Any) -> str:
