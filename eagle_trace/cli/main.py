@@ -60,7 +60,8 @@ class _Commands(TyperGroup):
             ctx.exit(BUG)
         except KeyboardInterrupt as error:
             terminated = isinstance(error, _Terminated)
-            typer.echo(f"eagle-trace: {'terminated' if terminated else 'interrupted'}; nothing was sealed", err=True)
+            kept = "; ".join(getattr(error, "__notes__", ["nothing was sealed"]))
+            typer.echo(f"eagle-trace: {'terminated' if terminated else 'interrupted'}; {printable(kept)}", err=True)
             ctx.exit(TERMINATED if terminated else INTERRUPTED)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from eagle_trace.prompts import Prompt
 from eagle_trace_serving.host import Ask
-from eagle_trace_serving.requests import Answer, Request
+from eagle_trace_serving.requests import Answer, Request, answer_of
 
 #: counts that are kept of an answer: more than any SGLang has
 MOST_COUNTS, LONGEST_COUNT = 32, 64
@@ -53,12 +53,8 @@ def answers(reply: Any, rids: Sequence[str]) -> list[Answer]:
 def _answer(reply: Any) -> Answer:
     if not isinstance(reply, dict):
         return Answer()
-    ids, text, meta = (reply.get(name) for name in ("output_ids", "text", "meta_info"))
-    return Answer(
-        [one for one in ids if type(one) is int] if isinstance(ids, list) else (),
-        text if isinstance(text, str) else "",
-        speculation(meta) if isinstance(meta, dict) else {},
-    )
+    meta = reply.get("meta_info")
+    return answer_of(reply.get("output_ids"), reply.get("text"), speculation(meta) if isinstance(meta, dict) else {})
 
 
 def abort(rid: str) -> Ask:

@@ -9,7 +9,7 @@ from typing import Any
 
 from eagle_trace.prompts import Prompt
 from eagle_trace_serving.host import Ask
-from eagle_trace_serving.requests import Answer, Request
+from eagle_trace_serving.requests import Answer, Request, answer_of
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 #: turns off the random digits that vLLM appends to every id
@@ -61,14 +61,8 @@ def answers(reply: Any, rids: Sequence[str]) -> list[Answer]:
     several = [one for one in choices if isinstance(one, dict)] if isinstance(choices, list) else []
     if len(several) != len(rids):
         raise ValueError(f"{len(several)} answers to {len(rids)} prompts")
-    return [_answer(one) for one in sorted(several, key=lambda one: str(one.get("index", 0)).zfill(9))]
-
-
-def _answer(choice: dict[str, Any]) -> Answer:
-    ids, text = choice.get("token_ids"), choice.get("text")
-    return Answer(
-        [one for one in ids if type(one) is int] if isinstance(ids, list) else (), text if isinstance(text, str) else ""
-    )
+    in_order = sorted(several, key=lambda one: str(one.get("index", 0)).zfill(9))
+    return [answer_of(one.get("token_ids"), one.get("text")) for one in in_order]
 
 
 def _sampling(request: Request) -> dict[str, Any]:

@@ -6,7 +6,7 @@ row per request for each further draft token. Rows behind those that were accept
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,8 @@ from eagle_trace_serving.recording import Recording
 from eagle_trace_vllm.sites import BEFORE_FORWARD
 
 Ints = NDArray[np.int64]
+#: what was sampled for one request: its id, the tokens kept, the drafts verified, the target's choice behind each row
+Sampled = tuple[str, Sequence[int], Sequence[int], Sequence[int]]
 
 
 @dataclass
@@ -108,6 +110,11 @@ class VLLMRecording(Recording):
     #: forwards of the proposal so far, rows of the one that goes on, and what was computed before the first
     _step, _rows = 0, 0
     _early: dict[str, Any]
+
+    def take_sampled(self, each: Iterable[Sampled]) -> None:
+        """The target has chosen tokens for some requests."""
+        for one in each:
+            self.sampled(*one)
 
     def sampled(self, rid: str, kept: Sequence[int], proposed: Sequence[int], best: Sequence[int]) -> None:
         """The target has chosen tokens for a request.
