@@ -62,6 +62,7 @@ IDS = {
     "sliding-window",
     "kv-not-refreshed",
     "kv-cached-prefix",
+    "kv-cache-dtype",
     "tp-shard",
     "nonfinite",
     "batch-variance",
