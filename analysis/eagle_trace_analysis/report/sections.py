@@ -119,7 +119,7 @@ def forward(diff: Diff) -> list[Square]:
 def sides(one: Divergence) -> list[tuple[str, str, str]]:
     """Facts of both sides at the worst row: what, training, serving."""
     return [
-        (label, *(_fact(side.get(name)) for side in (one.train, one.serve)))
+        (label, _fact(one.train.get(name)), _fact(one.serve.get(name)))
         for name, label in _FACTS.items()
         if name in one.train or name in one.serve
     ]
