@@ -32,7 +32,8 @@ def ask(folder: Path, model: Path, drafts: Sequence[Path], **more: Any) -> dict[
         model: a target that SGLang's settings can be made from.
         drafts: one verdict each, in ``verdicts``.
         more: ``registry`` (true: which classes there are, and which can feed a draft), ``classes`` (model types whose
-            config class is described), ``targets`` (folders of targets: what stops the engine at each, or None).
+            config class is described), ``targets`` (folders of targets: what stops the engine at each, or None),
+            ``rotations`` (folders of drafts: whether each has a rotary embedding that can be computed with).
     """
     folder.mkdir(parents=True, exist_ok=True)
     job = {"model": str(model), "store": str(folder / "store"), "out": str(folder / "out.json")} | more
@@ -165,6 +166,27 @@ def judge(folder: Path) -> dict[str, Any]:
     }
 
 
+def rotation(folder: Path) -> bool:
+    """Whether a draft's class builds tables of cosines and sines that can be computed with, on the CPU."""
+    import torch
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.models.kimi_k25_eagle3 import Eagle3DeepseekV2ForCausalLM
+    from sglang.srt.models.llama_eagle3 import LlamaForCausalLMEagle3
+
+    try:
+        config = ModelConfig(str(folder), is_draft_model=True, trust_remote_code=False).hf_config
+        latent = config.architectures == [Eagle3DeepseekV2ForCausalLM.__name__]
+        model = (Eagle3DeepseekV2ForCausalLM if latent else LlamaForCausalLMEagle3)(config)
+    except Exception:  # noqa: BLE001 - whatever stops the engine
+        return False
+    attention = next(module for module in model.modules() if hasattr(module, "rotary_emb"))
+    rotary = attention.rotary_emb
+    table = getattr(rotary, "cos_sin_cache", None)
+    table = rotary.long_short_cos_sin_cache if table is None else table
+    scale = torch.tensor(float(attention.scaling))
+    return bool(len(table) and table.isfinite().all() and table.any() and scale.isfinite() and scale)
+
+
 def judge_target(folder: Path) -> str | None:
     """What stops the engine at a target's config; None if it is read."""
     from sglang.srt.configs.model_config import ModelConfig
@@ -223,6 +245,7 @@ def main() -> None:
     prepare(job["model"], job["store"])
     answer: dict[str, Any] = {"verdicts": [judge(Path(folder)) for folder in job["drafts"]]}
     answer["targets"] = [judge_target(Path(folder)) for folder in job.get("targets", ())]
+    answer["rotations"] = [rotation(Path(folder)) for folder in job.get("rotations", ())]
     if job.get("registry"):
         answer["registry"] = registry()
     if "classes" in job:
