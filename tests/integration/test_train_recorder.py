@@ -10,6 +10,7 @@ import importlib
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
 from transformers import AutoModelForCausalLM
 
 from eagle_trace_speculators import load, trainer
-from eagle_trace_speculators.record import record
+from eagle_trace_speculators.host import HOST
 from eagle_trace_training import numerics, session
 from tests.support.tiny_speculators import (
     HIDDEN,
@@ -64,7 +65,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 def run(pair: Pair, out: Path, **options: Any) -> Trace:
     given: dict[str, Any] = {"target": pair.target, "draft": pair.draft, "out": out, "device": "cpu"}
-    return open_trace(record(**given | options))
+    return open_trace(HOST.record(**given | options))
 
 
 @pytest.fixture(scope="module")
@@ -374,15 +375,13 @@ def test_a_bfloat16_draft_is_recorded_as_bfloat16_with_its_exact_weights(tmp_pat
 
 def test_rotation_frequencies_stay_exact_in_bfloat16(tmp_path: Path) -> None:
     pair = write_pair(tmp_path, dtype=torch.bfloat16)
-    model = load.load_draft(trainer.Speculators(), pair.draft, None, "bfloat16", "cpu").model
+    model = load.load_draft(pair.draft, None, "bfloat16", "cpu").model
     exact = 10000.0 ** (-torch.arange(0, HEAD, 2, dtype=torch.float64) / HEAD)
     assert torch.allclose(model.rotary_emb.inv_freq.double(), exact, rtol=1e-6)
 
 
 def test_a_float64_reference_takes_no_detour_through_float32(pair: Pair) -> None:
-    model = numerics.raise_dtype(
-        load.load_draft(trainer.Speculators(), pair.draft, None, "float32", "cpu").model, "float64"
-    )
+    model = numerics.raise_dtype(load.load_draft(pair.draft, None, "float32", "cpu").model, "float64")
     layer = model.layers[0]
     states = torch.randn(1, 6, HIDDEN, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     positions = torch.arange(100, 106)[None]
@@ -479,7 +478,7 @@ def test_no_hook_is_left_behind(
             draft.model.lm_head.forward = lambda *_: 1 / 0
         return draft
 
-    monkeypatch.setattr(trainer, "load_draft", remember)
+    monkeypatch.setattr(trainer, "TRAINER", replace(trainer.TRAINER, load=remember))
     if failing:
         with pytest.raises(ZeroDivisionError):
             run(pair, tmp_path / "trace", prompts=prompts)

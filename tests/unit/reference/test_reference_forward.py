@@ -24,7 +24,7 @@ from eagle_trace_reference.host import HOST
 from eagle_trace_reference.load import load_draft
 from eagle_trace_reference.model import LatentAttention, LatentDraft, Memory, frequencies
 from eagle_trace_reference.shape import Shape, Yarn, shape_of
-from eagle_trace_reference.trainer import ReferenceForward
+from eagle_trace_reference.trainer import TRAINER
 from eagle_trace_training.numerics import computing_in, raise_dtype
 from eagle_trace_training.published import Published
 from tests.support.checkpoints import write_checkpoint
@@ -137,7 +137,7 @@ def test_its_steps_are_what_a_server_computes_absorbed_one_token_after_the_other
     seen: list[dict[str, Any]] = [{} for _ in range(steps)]
     with computing_in("float64"):
         with Hooks() as hooks:
-            ReferenceForward().sites(hooks, model, lambda step, site, x: seen[step].__setitem__(site, x))
+            TRAINER.sites(hooks, model, lambda step, site, x: seen[step].__setitem__(site, x))
             model(tokens, documents, positions, features, steps)
         start = 0
         for length in lengths:
@@ -152,12 +152,12 @@ def test_its_steps_are_what_a_server_computes_absorbed_one_token_after_the_other
 def test_a_folder_is_loaded_as_it_is_stored_and_every_site_has_the_width_its_config_says(tmp_path: Path) -> None:
     embedding = torch.randn(320, 128).numpy()
     folder = write_draft(tmp_path / "draft", lambda held: held.update({"embed_tokens.weight": embedding}))
-    draft = load_draft(ReferenceForward(), folder, None, "float32", "cpu")
+    draft = load_draft(folder, None, "float32", "cpu")
     assert draft.layer_ids == [2, 4, 5]
     assert (draft.fused_width, draft.hidden_size, draft.warnings) == (384, 128, [])
     seen: dict[str, tuple[int, ...]] = {}
     with Hooks() as hooks, computing_in("float32"):
-        draft.host.sites(hooks, draft.model, lambda _, site, x: seen.setdefault(site, tuple(x.shape)))
+        TRAINER.sites(hooks, draft.model, lambda _, site, x: seen.setdefault(site, tuple(x.shape)))
         draft.model(*(torch.arange(3) * n for n in (1, 0, 1)), torch.randn(3, 384), 1)
     widths = {"q_a": 48, "q_a_norm": 48, "kv_a": 48, "kv_a_norm": 32, "q": 128, "q_rope": 64, "k_rope": 16,
               "context": 96, "out": 128, "residual": 128}  # fmt: skip
@@ -185,7 +185,7 @@ def test_target_layers_are_read_as_published_drafts_name_them(
         tensors = draft_tensors(draft_config())
         with_embedding(tensors)
         folder = write_checkpoint(tmp_path / "draft", draft_config(eagle_config=asked), tensors)
-        return load_draft(ReferenceForward(), folder, tmp_path / "target", "float32", "cpu")
+        return load_draft(folder, tmp_path / "target", "float32", "cpu")
 
     assert loaded(named).layer_ids == inputs
     with pytest.raises(CheckpointError, match=r"the target .* has 61 layers"):
@@ -197,7 +197,7 @@ def test_target_layers_are_read_as_published_drafts_name_them(
 def test_one_feature_that_is_asked_for_beside_an_fc_of_three_is_said(tmp_path: Path) -> None:
     ids = {"eagle_aux_hidden_state_layer_ids": [1, 3, 4]}
     folder = write_draft(tmp_path, with_embedding, eagle_config=ids | {"use_aux_hidden_state": False})
-    draft = load_draft(ReferenceForward(), folder, None, "float32", "cpu")
+    draft = load_draft(folder, None, "float32", "cpu")
     assert draft.layer_ids == [2, 4, 5]
     assert "use_aux_hidden_state false, but fc takes 3 target layers" in draft.warnings[0]
 
@@ -210,10 +210,11 @@ def without(name: str) -> Any:
     ("changes", "edit", "said"),
     [
         ({"q_lora_rank": None}, None, "q_lora_rank in the config of"),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, None, "rotates by 'linear'"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, None, r"rotates by linear \(the class has yarn, "),
         ({"rope_scaling": [4.0]}, None, "rope_scaling in the config of .* is .*, not an object"),
-        ({"rope_scaling": {"type": "yarn", "factor": "4"}}, None, "factor in the config of .* is '4', not a number"),
-        ({"rope_theta": 0.0}, None, "rope_theta in the config of .* is 0.0, not a number above 1"),
+        ({"rope_scaling": {"type": "yarn", "factor": "4"}}, None, "rope_scaling.factor in .* is '4', not a number"),
+        ({"rope_theta": 0.0}, None, "rope_theta in the config of .* is 0.0, not a number above 0"),
+        ({"rope_theta": 1.0}, None, "rope_theta in the config of .* is 1.0, not a number above 1"),
         ({"rms_norm_eps": "small"}, None, "rms_norm_eps in the config of"),
         ({"num_hidden_layers": 2}, None, "counts 2 layers, not one"),
         ({"hidden_act": "gelu"}, None, "activates by 'gelu'"),
@@ -235,7 +236,7 @@ def test_what_it_cannot_compute_is_refused_in_one_sentence(
         edit(tensors)
     folder = write_checkpoint(tmp_path / "draft", draft_config(**changes), tensors)
     with pytest.raises(CheckpointError, match=said) as caught:
-        load_draft(ReferenceForward(), folder, None, "float32", "cpu")
+        load_draft(folder, None, "float32", "cpu")
     assert "\n" not in str(caught.value)
 
 
@@ -252,7 +253,7 @@ def test_it_takes_drafts_of_its_class_alone_and_trains_nothing(tmp_path: Path) -
     assert not HOST.takes(write_draft_of_llama(tmp_path / "llama"))
     assert not HOST.takes(tmp_path / "nowhere")
     with pytest.raises(UsageError, match="trains nothing"):
-        ReferenceForward().live(None)
+        TRAINER.live(None)
 
 
 def test_it_agrees_with_a_server_that_absorbs_in_numpy_on_that_servers_tokens(tmp_path: Path) -> None:
