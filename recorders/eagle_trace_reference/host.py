@@ -37,5 +37,6 @@ HOST = Trainer(
     install="pip install 'eagle-trace[train]'",
     package="eagle_trace_reference",
     takes=takes,
+    form="its attention is latent (MLA), which no trainer that can be recorded has",
     stands_in=True,
 )

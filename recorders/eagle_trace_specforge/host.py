@@ -27,4 +27,5 @@ HOST = Trainer(
     install="pip install --no-deps 'specforge==0.2.0'",
     package="eagle_trace_specforge",
     takes=takes,
+    form="the folder is flat, in the format that servers load",
 )

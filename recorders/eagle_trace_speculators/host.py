@@ -24,4 +24,5 @@ HOST = Trainer(
     install="pip install 'eagle-trace[train]'",
     package="eagle_trace_speculators",
     takes=takes,
+    form="the folder is one that speculators saved",
 )

@@ -28,6 +28,7 @@ class Trainer:
         name, title, module, install: see `Host`.
         package: the one that records it.
         takes: whether a draft's folder is in its own format, as far as its config says.
+        form: what a folder that it takes is, as a sentence.
         stands_in: whether it is a forward of our own, which trains nothing.
     """
 
@@ -37,6 +38,7 @@ class Trainer:
     install: str
     package: str
     takes: Callable[[Path], bool]
+    form: str
     stands_in: bool = False
     kind: Kind = "trainer"
 
