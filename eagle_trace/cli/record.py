@@ -159,7 +159,8 @@ def record(
                 command, out=out, batches=batches, level=level.value, selection=selection, force=force,
                 max_bytes=budget,
             )  # fmt: skip
-        _refuse(draft is None, "record --mode train needs --draft")
+        if draft is None:
+            raise UsageError("record --mode train needs --draft")
         _refuse(
             (prompts is None) == (replay is None), "record --mode train needs exactly one of --prompts and --replay"
         )

@@ -135,11 +135,14 @@ def shape_of(found: Published) -> Shape:
 def _check(found: Published, vocabulary: int, drafted: int) -> None:
     """Raises CheckpointError for the first thing that the class does not compute."""
     config = found.config
+    # as transformers' class reads them, whose default is for an absent key alone
+    nulls = [key for key in ("rms_norm_eps", "rope_theta", "tie_word_embeddings") if config.get(key, 0) is None]
     refused = [
+        (nulls, f"has null for {', '.join(nulls)}, which is not for want of a value"),
         *beyond_one_layer(found, (*YARN, "default")),
         (config.get("num_hidden_layers", 1) != 1, f"counts {config.get('num_hidden_layers')} layers, not one"),
         (config.get("hidden_act", "silu") != "silu", f"activates by {config.get('hidden_act')!r}, not silu"),
-        (config.get("attention_bias"), "has attention_bias, where the class has none"),
+        *((config.get(key), f"has {key}, where the class has none") for key in ("attention_bias", "mlp_bias")),
         (
             config.get("tie_word_embeddings") and drafted != vocabulary,
             f"has tie_word_embeddings on, so that its head is the target's embedding of {vocabulary:,} rows, and a "

@@ -134,15 +134,14 @@ def check_map(folder: Path, d2t: Any, rows: int, vocabulary: int) -> None:
         )
     if len(d2t) != rows:
         raise CheckpointError(
-            f"d2t in {folder} has {len(d2t):,} entries, the draft's head has {rows:,} rows: it was built for another "
-            "draft vocabulary"
+            f"d2t in {folder} has {len(d2t):,} entries for a draft vocabulary of {rows:,}: it was built for another one"
         )
     ids = d2t.long().cpu().numpy() + np.arange(rows)
     outside = int(((ids < 0) | (ids >= vocabulary)).sum())
     if outside:
         raise CheckpointError(
             f"d2t in {folder} takes {outside:,} of {rows:,} draft ids out of the {vocabulary:,} target ids: it holds "
-            "offsets (target id less draft id), and these belong to another target, or are ids"
+            "offsets (target id less draft id), and these are for another target, or are ids (see `eagle-trace check`)"
         )
 
 

@@ -154,10 +154,10 @@ class Probe:
                     selection,
                     floors=False,
                 ).run()
+            return writer.seal()
         except BaseException as error:
             writer.abort(error)
             raise
-        return writer.seal()
 
     def _manifest(self, served: Trace, draft: LoadedDraft, level: str) -> Manifest:
         dtype = check_dtype(served.manifest.dtype or "bfloat16")

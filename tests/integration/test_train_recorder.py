@@ -589,6 +589,29 @@ def _changed(**changes: Any) -> Callable[[Pair, Path], dict[str, Any]]:
     return options
 
 
+def _layer(**changes: Any) -> Callable[[Pair, Path], dict[str, Any]]:
+    def options(pair: Pair, folder: Path) -> dict[str, Any]:
+        config = json.loads((pair.draft / "config.json").read_text())
+        config["transformer_layer_config"] |= changes
+        return {"draft": _with_config(pair, folder, config)}
+
+    return options
+
+
+def _tensor(name: str, edit: Callable[[Tensor], Tensor]) -> Callable[[Pair, Path], dict[str, Any]]:
+    def options(pair: Pair, folder: Path) -> dict[str, Any]:
+        shutil.copytree(pair.draft, folder)
+        held = load_file(folder / "model.safetensors")
+        save_file(held | {name: edit(held[name])}, folder / "model.safetensors", {"format": "pt"})
+        return {"draft": folder}
+
+    return options
+
+
+def _d2t(edit: Callable[[Tensor], Tensor]) -> Callable[[Pair, Path], dict[str, Any]]:
+    return _tensor("d2t", edit)
+
+
 def _replayed(**options: Any) -> Callable[[Pair, Path], dict[str, Any]]:
     def given(pair: Pair, folder: Path) -> dict[str, Any]:
         fused = features_of(pair, PROMPTS)
@@ -627,7 +650,38 @@ FAULTS: dict[str, tuple[Callable[[Pair, Path], dict[str, Any]], type[EagleTraceE
     "a target as draft": (lambda p, _f: {"draft": p.target}, CheckpointError, "no speculators draft"),
     "another speculator": (_changed(speculators_model_type="dflash"), CheckpointError, "is a dflash draft"),
     "two norms": (_changed(norm_before_fc=True, fc_norm=True), CheckpointError, "mutually exclusive"),
-    "wrong sizes": (_changed(draft_vocab_size=41), CheckpointError, "cannot load"),
+    "wrong sizes": (_changed(draft_vocab_size=41), CheckpointError, "40 entries for a draft vocabulary of 41"),
+    "no number for an eps": (_layer(rms_norm_eps="small"), CheckpointError, "rms_norm_eps in .* is 'small'"),
+    "a negative eps": (_layer(rms_norm_eps=-0.5), CheckpointError, "rms_norm_eps in .* is -0.5, not a number of 0 or"),
+    "a theta of 0": (
+        _layer(rope_parameters={"rope_type": "default", "rope_theta": 0.0}),
+        CheckpointError,
+        "rope_parameters.rope_theta in .* is 0.0, not a number above 0",
+    ),
+    "yarn without a factor": (
+        _layer(rope_parameters={"rope_type": "yarn", "rope_theta": 1e4}),
+        CheckpointError,
+        "rope_parameters of the form yarn has no factor",
+    ),
+    "no heads": (_layer(num_attention_heads=0), CheckpointError, "num_attention_heads in .* is 0, not a whole number"),
+    "a null where the trainer wants a number": (_layer(rms_norm_eps=None), CheckpointError, "refuses the config"),
+    "ids that are fractions": (
+        _d2t(lambda one: one.float()),
+        CheckpointError,
+        r"d2t in .* is stored as float32 \[",
+    ),
+    "ids beyond the target's": (_d2t(lambda one: one + 10**6), CheckpointError, "takes 40 of 40 draft ids out of the"),
+    "no map of the vocabulary": (
+        lambda p, f: {"draft": lose(p, f, "d2t").draft},
+        CheckpointError,
+        "there is no d2t in .*, but the draft has 40 ids",
+    ),
+    "quantised weights": (_tensor("fc.weight", lambda one: one.to(torch.int8)), CheckpointError, "quantised tensors"),
+    "weights wider than any that is served": (
+        _tensor("fc.weight", lambda one: one.double()),
+        CheckpointError,
+        "stored in float64, .* say with --dtype",
+    ),
     "layers the target lacks": (
         _changed(eagle_aux_hidden_state_layer_ids=[1, 2, 9]),
         CheckpointError,
@@ -693,7 +747,10 @@ def test_what_is_wrong_is_said_in_one_sentence_and_leaves_nothing_behind(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_cuda_that_is_not_there_is_an_error(pair: Pair, tmp_path: Path, prompts: Path) -> None:
+def test_cuda_that_is_not_there_is_an_error_before_anything_is_loaded(
+    pair: Pair, tmp_path: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(HOST, "table", lambda: pytest.fail("the trainer was asked for"))
     with pytest.raises(HostError, match="no CUDA device"):
         run(pair, tmp_path / "trace", prompts=prompts, device="cuda")
 

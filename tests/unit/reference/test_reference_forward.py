@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -17,7 +19,7 @@ from eagle_trace import open_trace
 from eagle_trace.errors import CheckpointError, UsageError
 from eagle_trace.families import EAGLE3_MLA
 from eagle_trace.recording.hooks import Hooks
-from eagle_trace_analysis import diff
+from eagle_trace_analysis import check, diff
 from eagle_trace_analysis.diagnosis.diagnose import diagnosed
 from eagle_trace_analysis.replay.form import form_of
 from eagle_trace_reference.host import HOST
@@ -225,6 +227,7 @@ def without(name: str) -> Any:
         ({}, without("layers.0.self_attn.kv_b_proj.weight"), "lacks layers.0.self_attn.kv_b_proj.weight"),
         ({}, without("embed_tokens.weight"), "has no embed_tokens.weight: give the target"),
         ({"architectures": ["LlamaForCausalLMEagle3"], "kv_lora_rank": None}, "keep", "is a draft of class"),
+        ({}, lambda held: held.update({"fc.weight": held["fc.weight"].astype(np.int8)}), "holds quantised tensors"),
     ],
 )  # fmt: skip
 def test_what_it_cannot_compute_is_refused_in_one_sentence(
@@ -238,6 +241,58 @@ def test_what_it_cannot_compute_is_refused_in_one_sentence(
     with pytest.raises(CheckpointError, match=said) as caught:
         load_draft(folder, None, "float32", "cpu")
     assert "\n" not in str(caught.value)
+
+
+def edited(name: str, edit: Any) -> Any:
+    return lambda held: held.update({name: edit(held[name])})
+
+
+#: what no server could compute, and `eagle-trace check` says so; words that both say it with
+UNSERVABLE: dict[str, tuple[dict[str, Any], Any, str]] = {
+    "d2t beyond the target": ({}, edited("d2t", lambda one: one + 10**6), "320 target ids"),
+    "d2t of fractions": ({}, edited("d2t", lambda one: one.astype(np.float32)), "d2t .*is stored as"),
+    "no d2t": ({}, without("d2t"), "but the draft has 80 ids for 320 target ids: draft ids would be taken for target"),
+    "a d2t of another vocabulary": ({}, edited("d2t", lambda one: one[:-3]), "has 77 entries"),
+    "yarn without a factor": ({"rope_scaling": {"type": "yarn"}}, None, "rope_scaling of the form yarn has no factor"),
+    "a word for a flag": ({"rope_interleave": "no"}, None, "rope_interleave"),
+    "a negative eps": ({"rms_norm_eps": -1e-5}, None, "rms_norm_eps .*is -1e-05"),
+    "no heads": ({"num_attention_heads": 0}, None, "num_attention_heads"),
+    "a negative width": ({"v_head_dim": -1}, None, "v_head_dim .*is -1"),
+    "a tie beside ids of its own": ({"tie_word_embeddings": True}, None, "the target's embedding"),
+}
+
+
+@pytest.mark.parametrize("name", UNSERVABLE)
+def test_what_check_fails_is_refused_before_anything_runs(name: str, tmp_path: Path) -> None:
+    changes, edit, words = UNSERVABLE[name]
+    tensors = draft_tensors(draft_config())
+    with_embedding(tensors)
+    if edit is not None:
+        edit(tensors)
+    folder = write_checkpoint(tmp_path / "draft", draft_config(**changes), tensors)
+    failed = [one.evidence for one in check(folder).findings if one.status == "fail"]
+    assert re.search(words, " ".join(failed)), failed
+    with pytest.raises(CheckpointError, match=words) as refused:
+        HOST.record(draft=folder, target=TARGET, prompts=tmp_path / "prompts.jsonl", out=tmp_path / "out", device="cpu")
+    assert "\n" not in str(refused.value)
+    assert refused.value.exit_status == 2
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("factor", [0, -2.0])
+def test_a_factor_that_frequencies_cannot_be_divided_by_is_refused(factor: float, tmp_path: Path) -> None:
+    folder = write_draft(tmp_path, with_embedding, rope_scaling={"type": "yarn", "factor": factor})
+    with pytest.raises(CheckpointError, match=f"rope_scaling.factor in .* is {factor}, not a number above 0"):
+        load_draft(folder, None, "float32", "cpu")
+
+
+def test_weights_of_twice_the_width_are_read_as_any_others(tmp_path: Path) -> None:
+    tensors = draft_tensors(draft_config())
+    with_embedding(tensors)
+    wide = {name: one.astype(np.float64) if one.dtype == np.float32 else one for name, one in tensors.items()}
+    folders = [write_checkpoint(tmp_path / name, draft_config(), held) for name, held in (("a", tensors), ("b", wide))]
+    narrow, widened = (load_draft(folder, None, "float32", "cpu").model.state_dict() for folder in folders)
+    assert all(torch.equal(narrow[name], widened[name]) for name in narrow)
 
 
 def write_draft_of_llama(folder: Path) -> Path:
