@@ -137,11 +137,11 @@ def check_map(folder: Path, d2t: Any, rows: int, vocabulary: int) -> None:
             f"d2t in {folder} has {len(d2t):,} entries for a draft vocabulary of {rows:,}: it was built for another one"
         )
     ids = d2t.long().cpu().numpy() + np.arange(rows)
-    outside = int(((ids < 0) | (ids >= vocabulary)).sum())
-    if outside:
+    inside = int(((ids >= 0) & (ids < vocabulary)).sum())
+    if inside < rows:
         raise CheckpointError(
-            f"d2t in {folder} takes {outside:,} of {rows:,} draft ids out of the {vocabulary:,} target ids: it holds "
-            "offsets (target id less draft id), and these are for another target, or are ids (see `eagle-trace check`)"
+            f"d2t in {folder} makes {inside:,} of {rows:,} target ids in range, of {vocabulary:,}: it holds offsets "
+            "(target id less draft id), and these are for another target, or are ids (see `eagle-trace check`)"
         )
 
 

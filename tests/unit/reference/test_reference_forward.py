@@ -249,7 +249,7 @@ def edited(name: str, edit: Any) -> Any:
 
 #: what no server could compute, and `eagle-trace check` says so; words that both say it with
 UNSERVABLE: dict[str, tuple[dict[str, Any], Any, str]] = {
-    "d2t beyond the target": ({}, edited("d2t", lambda one: one + 10**6), "320 target ids"),
+    "d2t beyond the target": ({}, edited("d2t", lambda one: one + 10**6), "0 of 80 target ids in range"),
     "d2t of fractions": ({}, edited("d2t", lambda one: one.astype(np.float32)), "d2t .*is stored as"),
     "no d2t": ({}, without("d2t"), "but the draft has 80 ids for 320 target ids: draft ids would be taken for target"),
     "a d2t of another vocabulary": ({}, edited("d2t", lambda one: one[:-3]), "has 77 entries"),

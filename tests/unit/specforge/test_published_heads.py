@@ -152,7 +152,7 @@ REFUSED = {
     ),
     "no heads": (CONFIG | {"num_attention_heads": 0}, own(), "num_attention_heads in the config of .* is 0"),
     "fractions for ids": (CONFIG, own() | {"d2t": D2T.astype(np.float32)}, "d2t in .* is stored as float32"),
-    "ids beyond the target's": (CONFIG, own() | {"d2t": D2T + 10**6}, r"takes \d+ of \d+ draft ids out of the"),
+    "ids beyond the target's": (CONFIG, own() | {"d2t": D2T + 10**6}, r"makes 0 of \d+ target ids in range"),
     "no map": (CONFIG, {name: one for name, one in own().items() if name != "d2t"}, "there is no d2t in"),
     "no weights": (CONFIG, None, "the draft's weights are missing"),
 }

@@ -95,8 +95,8 @@ def test_offsets_that_lead_to_target_ids_are_taken(d2t: Any) -> None:
         (OFFSETS[None], r"is stored as int64 \[1, 4\]"),
         (OFFSETS[0], r"is stored as int64 \[\]"),
         (OFFSETS[:3], "has 3 entries for a draft vocabulary of 4"),
-        (OFFSETS + 5, "takes 1 of 4 draft ids out of the 11 target ids"),
-        (OFFSETS - 1, "takes 1 of 4 draft ids out of"),
+        (OFFSETS + 5, "makes 3 of 4 target ids in range, of 11"),
+        (OFFSETS - 1, "makes 3 of 4 target ids in range"),
     ],
 )
 def test_a_map_to_nowhere_is_refused(d2t: Any, said: str) -> None:
