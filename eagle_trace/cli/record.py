@@ -159,12 +159,18 @@ def record(
                 command, out=out, batches=batches, level=level.value, selection=selection, force=force,
                 max_bytes=budget,
             )  # fmt: skip
-        _refuse(draft is None, "record --mode train needs --draft")
+        if draft is None:
+            raise UsageError("record --mode train needs --draft")
         _refuse(
             (prompts is None) == (replay is None), "record --mode train needs exactly one of --prompts and --replay"
         )
-        run = _recorder(mode, host, draft)
+        from eagle_trace.jobs.chosen import chosen
+        from eagle_trace.recording.hosts import find_host
+
+        trainer = find_host("trainer", host, draft=draft)
+        run = trainer.record
         common |= {
+            "chosen": chosen(trainer, draft, named=host is not None),
             "target": target, "draft": draft, "dtype": dtype, "device": device, "max_bytes": budget,
             "replay": None if replay is None else as_place(replay),
             "features": features or ("compute" if target else "serve"), "steps": steps,
