@@ -7,6 +7,7 @@ from typing import Any
 
 from eagle_trace.checkpoints import read_config
 from eagle_trace.errors import CheckpointError
+from eagle_trace.extras import way_to
 from eagle_trace.recording.hosts import Kind
 from eagle_trace.store import Place
 
@@ -21,7 +22,7 @@ class Reference:
     title = "eagle-trace's own reference forward"
     kind: Kind = "trainer"
     module = "torch"
-    install = "pip install 'eagle-trace[train]'"
+    install = way_to("train")
     stands_in = True
 
     def takes(self, draft: Path) -> bool:

@@ -11,6 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from eagle_trace.errors import HostError
+from eagle_trace.extras import way_to
 from eagle_trace_serving.sources import HookPoint, missing_names
 
 #: releases whose recording was compared with the training forward and agreed (docs/support.md), newest first
@@ -109,5 +110,5 @@ def installed() -> tuple[str, Path]:
     except PackageNotFoundError:
         name = "of an unknown version"
     if found is None or not found.submodule_search_locations:
-        raise HostError("SGLang is not installed here: pip install 'eagle-trace[serve]'")
+        raise HostError(f"SGLang is not installed here: {way_to('serve')}")
     return name, Path(next(iter(found.submodule_search_locations))) / "srt"

@@ -7,6 +7,7 @@ from typing import Any
 
 from eagle_trace.checkpoints import read_config
 from eagle_trace.errors import CheckpointError
+from eagle_trace.extras import way_to
 from eagle_trace.recording.hosts import Kind
 from eagle_trace.store import Place
 
@@ -18,7 +19,7 @@ class Speculators:
     title = "speculators"
     kind: Kind = "trainer"
     module = "speculators"
-    install = "pip install 'eagle-trace[train]'"
+    install = way_to("train")
 
     def takes(self, draft: Path) -> bool:
         """Whether speculators saved it."""

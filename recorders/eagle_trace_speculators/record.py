@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from eagle_trace.errors import HostError
+from eagle_trace.extras import way_to
 from eagle_trace.store import Place
 from eagle_trace_training.record import record as record_training
 
@@ -18,7 +19,7 @@ def record(**options: Any) -> Place:
     try:
         import speculators  # noqa: F401
     except ImportError as error:
-        raise HostError(f"speculators cannot be imported ({error}): pip install 'eagle-trace[train]'") from error
+        raise HostError(f"speculators cannot be imported ({error}): {way_to('train')}") from error
     from eagle_trace_speculators.releases import check_release
 
     check_release()  # first: the rest cannot be imported beside a release that lacks what is recorded

@@ -7,6 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from eagle_trace.errors import HostError
+from eagle_trace.extras import way_to
 from eagle_trace_serving.sources import HookPoint, missing_names
 
 #: releases whose recording was compared with the training forward and agreed (docs/support.md), newest first
@@ -82,7 +83,7 @@ def installed() -> tuple[str, Path]:
     if found is None or not found.submodule_search_locations:
         raise HostError(
             "vLLM is not installed here: it wants an environment of its own, in which eagle-trace is installed as well "
-            "(pip install 'eagle-trace[vllm]'), and this command is run there"
+            f"({way_to('vllm')}), and this command is run there"
         )
     folder = Path(next(iter(found.submodule_search_locations)))
     for distribution in DISTRIBUTIONS:
