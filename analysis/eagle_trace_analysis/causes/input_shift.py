@@ -1,32 +1,14 @@
-"""Tokens: other ones, or the right ones at the wrong place."""
+"""A token beside its own feature, where the one behind it belongs."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from eagle_trace.reader import Trace
-from eagle_trace_analysis.causes.base import Cause, Outcome, confirmed, not_tested, ruled_out
-from eagle_trace_analysis.comparison.checks import prompt_tokens
+from eagle_trace_analysis.causes.base import Cause, Outcome, confirmed, ruled_out
 from eagle_trace_analysis.evidence.context import Context
 from eagle_trace_analysis.evidence.features import channel_error
 from eagle_trace_analysis.evidence.misplaced import misplaced
-from eagle_trace_analysis.pairing.templates import Vocabulary, where_templates_part
-
-
-def check_differ(context: Context) -> Outcome:
-    """Whether both sides saw the same tokens of each prompt."""
-    shared = set(context.train.prompts["prompt_key"]) & set(context.serve.prompts["prompt_key"])
-    if not shared:
-        return not_tested("no prompt in common", "record both sides on the same prompts (--replay)")
-    found = context.unequal_prompts
-    if not found:
-        total = int(context.train.prompts["num_prompt_tokens"].sum())
-        return ruled_out(f"{total:,} prompt tokens of {len(shared)} prompts are equal")
-    evidence = f"{len(found)} of {len(shared)} prompts differ; {found[0].why}"
-    tokens = [prompt_tokens(trace)[found[0].prompt_key][1] for trace in (context.train, context.serve)]
-    words = where_templates_part(tokens[0].tolist(), tokens[1].tolist(), Vocabulary.of(context.target_path))
-    evidence += f": {words}" if words else ""
-    return confirmed(evidence, "use one chat template, one BOS rule and one truncation on both sides", "token")
 
 
 def lag(trace: Trace) -> tuple[int, int, int]:
@@ -49,7 +31,7 @@ def is_shifted(count: int, right: int, wrong: int) -> bool:
     return bool(count) and right < count and wrong > 0.9 * count
 
 
-def check_shift(context: Context) -> Outcome:
+def check(context: Context) -> Outcome:
     """x_i beside g_i instead of x_{i+1}: in the tokens, or in the features."""
     said = []
     for side, trace in (("training", context.train), ("serving", context.serve)):
@@ -80,21 +62,11 @@ def check_shift(context: Context) -> Outcome:
     return ruled_out("; ".join(said))
 
 
-CAUSES = (
-    Cause(
-        "tokens-differ",
-        "Low accept length.",
-        "Token ids of every prompt on both sides, one by one.",
-        "Use one chat template, one BOS rule, one truncation.",
-        ("token",),
-        check_differ,
-    ),
-    Cause(
-        "input-shift",
-        "Accept length near 1.",
-        "Token of every row against the prompt's at that place; features of one side against the other's one row away.",
-        "Feed x[i + 1] beside g[i].",
-        ("token", "target.hidden.0"),
-        check_shift,
-    ),
+CAUSE = Cause(
+    "input-shift",
+    "Accept length near 1.",
+    "Token of every row against the prompt's at that place; features of one side against the other's one row away.",
+    "Feed x[i + 1] beside g[i].",
+    ("token", "target.hidden.0"),
+    check,
 )

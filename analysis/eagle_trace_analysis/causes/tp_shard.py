@@ -30,7 +30,7 @@ def _rolled(ranks: int) -> Callable[[Real], Real]:
     return lambda rows: np.roll(rows, rows.shape[1] // ranks, axis=1)
 
 
-def check_shards(context: Context) -> Outcome:
+def check(context: Context) -> Outcome:
     """Products over a split dimension: one shard alone, or shards in another order."""
     sites = context.layer_sites("attn.out", "mlp.out")
 
@@ -63,13 +63,11 @@ def check_shards(context: Context) -> Outcome:
     return outcome
 
 
-CAUSES = (
-    Cause(
-        "tp-shard",
-        "Accept length near 1 with tensor parallelism, fine without.",
-        "The output projections recomputed with one shard of 2, 4 or 8 alone, and with shards in another order.",
-        "Serve the draft without tensor parallelism, or fix the reduction.",
-        ("layer.0.attn.out", "layer.0.mlp.out"),
-        check_shards,
-    ),
+CAUSE = Cause(
+    "tp-shard",
+    "Accept length near 1 with tensor parallelism, fine without.",
+    "The output projections recomputed with one shard of 2, 4 or 8 alone, and with shards in another order.",
+    "Serve the draft without tensor parallelism, or fix the reduction.",
+    ("layer.0.attn.out", "layer.0.mlp.out"),
+    check,
 )

@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 
 from eagle_trace.capture import DTYPES
 from eagle_trace.sites import site_of_parameter
-from eagle_trace_analysis.causes.base import Cause, Outcome, clipped, confirmed, not_tested, ruled_out
-from eagle_trace_analysis.causes.parameters import not_loaded, shown
+from eagle_trace_analysis.causes.base import Cause, Outcome, clipped, confirmed, ruled_out, without_parameters
 from eagle_trace_analysis.checkpoint.files import DTYPE_NAMES
 from eagle_trace_analysis.comparison.tolerance import UNIT
 from eagle_trace_analysis.evidence.context import Context
+from eagle_trace_analysis.evidence.not_loaded import not_loaded, shown
 from eagle_trace_analysis.replay.replay import Measured, Recomputed
 from eagle_trace_analysis.tensors.kinds import Kind, kind_of
 from eagle_trace_analysis.tensors.loaded import Apart, cast, digest_as, digest_of
@@ -31,12 +31,11 @@ MOST_PARTS = 4
 _GROUPS = 4
 
 
-def check_differ(context: Context) -> Outcome:
+def check(context: Context) -> Outcome:
     """Parameters as loaded against the trained ones, and the tensors of both folders where they differ."""
+    if (lacking := without_parameters(context)) is not None:
+        return lacking
     trained, served = context.params
-    if not trained or not served:
-        side = "train" if not trained else "serve"
-        return not_tested(f"the {side} trace holds no parameters", f"record the {side} side with this version")
     common = [name for name in trained if name in served and name not in ("d2t", "t2d")]
     found = [one for one in context.apart if not _elsewhere(context, one)]
     if not found:
@@ -296,16 +295,14 @@ def _fix(context: Context, kinds: Sequence[tuple[Apart, Kind]]) -> str:
     return f"{text}; {whole}" if some else text
 
 
-CAUSES = (
-    Cause(
-        "weights-differ",
-        "Anything from nothing to an accept length of 1, by how far they are from the trained ones.",
-        "Parameters as loaded held against the training's by their digests, and the tensors of both folders: scaled, "
-        "shifted, rows or columns moved, exchanged, transposed, quantised, of low rank, or of another state of the "
-        "training. Where the deployed folder is gone, what the server computed with them.",
-        "Deploy the checkpoint that was trained; the verdict says which tensors differ and what brings them back.",
-        ("fc.out", "layer.0.attn.q", "layer.0.attn.out", "layer.0.mlp.gate", "layer.0.mlp.out", "norm", "logits"),
-        check_differ,
-        last=True,
-    ),
+CAUSE = Cause(
+    "weights-differ",
+    "Anything from nothing to an accept length of 1, by how far they are from the trained ones.",
+    "Parameters as loaded held against the training's by their digests, and the tensors of both folders: scaled, "
+    "shifted, rows or columns moved, exchanged, transposed, quantised, of low rank, or of another state of the "
+    "training. Where the deployed folder is gone, what the server computed with them.",
+    "Deploy the checkpoint that was trained; the verdict says which tensors differ and what brings them back.",
+    ("fc.out", "layer.0.attn.q", "layer.0.attn.out", "layer.0.mlp.gate", "layer.0.mlp.out", "norm", "logits"),
+    check,
+    last=True,
 )

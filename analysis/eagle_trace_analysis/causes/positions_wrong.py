@@ -71,13 +71,11 @@ def _main(values: Int) -> int:
     return int(found[counts.argmax()])
 
 
-CAUSES = (
-    Cause(
-        "positions-wrong",
-        "Lower accept length, or one that falls with the depth of the draft; numbers before the rotation agree.",
-        "Position of every row against its root and step, in the prefill, the extends after verify and draft steps.",
-        "Rotate the row of root p at step s by p + s, up to one constant a request.",
-        ("position",),
-        check,
-    ),
+CAUSE = Cause(
+    "positions-wrong",
+    "Lower accept length, or one that falls with the depth of the draft; numbers before the rotation agree.",
+    "Position of every row against its root and step, in the prefill, the extends after verify and draft steps.",
+    "Rotate the row of root p at step s by p + s, up to one constant a request.",
+    ("position",),
+    check,
 )

@@ -1,11 +1,10 @@
-"""Parameters that did not arrive: dropped for their name, or never shipped."""
+"""Parameters that did not arrive: which, the stored tensor that was dropped in their place, and where that shows."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterable
 
 from eagle_trace.sites import site_of_parameter
-from eagle_trace_analysis.causes.base import Cause, Outcome, clipped, confirmed, not_tested, ruled_out
 from eagle_trace_analysis.checkpoint.quantised import modules
 from eagle_trace_analysis.comparison.params import same
 from eagle_trace_analysis.evidence.context import Context
@@ -72,79 +71,22 @@ def shown(context: Context, names: list[str]) -> tuple[str, str] | None:
     return None
 
 
-def check_dropped(context: Context) -> Outcome:
-    """Keys that the loader skips without a word."""
-    return _check(context, dropped=True)
-
-
-def check_missing(context: Context) -> Outcome:
-    """Parameters left at their random start because nobody shipped them."""
-    return _check(context, dropped=False)
-
-
-def _check(context: Context, *, dropped: bool) -> Outcome:
-    trained, served = context.params
-    if not trained or not served:
-        side = "train" if not trained else "serve"
-        return not_tested(f"the {side} trace holds no parameters", f"record the {side} side with this version")
-    lost = not_loaded(context)
-    mine = [name for name in lost if (dropped_for(context, name) is not None) == dropped]
-    if not mine:
-        return ruled_out(_all_there(context, lost, dropped=dropped))
-    seen = shown(context, mine)
-    if seen is None:
-        return ruled_out(f"{clipped(mine)} not loaded, but no site that uses them differs")
-    site, name = seen
-    absent = name not in served
-    state = "the server holds none" if absent else (
-        f"as loaded its norm is {served[name]['norm']:.4g}, trained {trained[name]['norm']:.4g}"
-    )  # fmt: skip
-    if dropped:
-        key = dropped_for(context, name)
-        evidence = f"{len(mine)} of {len(trained)} parameters were dropped on loading, first {key} ({name}; {state})"
-        fix = context.fix("weight-names", f"rename {key} to {name}")
-        return replace(confirmed(f"{evidence}; {site} differs", fix, site), explains=_sites(mine))
-    evidence = f"{len(mine)} of {len(trained)} parameters are not in the deployed checkpoint: {clipped(mine)} ({state})"
-    fix = context.fix("weights-present", f"ship {clipped(mine)} (`eagle-trace export` does)")
-    return replace(confirmed(f"{evidence}; {site} differs", fix, site), explains=_sites(mine))
-
-
-def _sites(names: list[str]) -> frozenset[str]:
+def sites_of(names: Iterable[str]) -> frozenset[str]:
+    """Sites that parameters are used at."""
     return frozenset(site for name in names if (site := site_of_parameter(name)) is not None)
 
 
-def _all_there(context: Context, lost: list[str], *, dropped: bool) -> str:
+def state_words(context: Context, name: str) -> str:
+    """What the server holds of a parameter, in words."""
+    trained, served = context.params
+    if name not in served:
+        return "the server holds none"
+    return f"as loaded its norm is {served[name]['norm']:.4g}, trained {trained[name]['norm']:.4g}"
+
+
+def equal_words(context: Context) -> str:
+    """How many parameters as loaded are the trained ones, in words."""
     trained, served = context.params
     common = [name for name in trained if name in served and not name.startswith("t2d")]
     equal = sum(same(served[name], trained[name]) for name in common)
-    keys = context.serve.manifest.draft.get("dropped_keys", [])
-    text = f"{equal} of {len(common)} parameters as loaded equal the trained ones"
-    if dropped:
-        noun = "key" if len(keys) == 1 else "keys"
-        return f"{text}, {len(keys)} {noun} dropped" + (f" ({clipped(keys)})" if keys else "")
-    found = sum(bool(served[name]["in_checkpoint"]) for name in common)
-    return f"{text}, {found} found in the deployed checkpoint" + (
-        f"; {clipped(lost)} dropped for the name" if lost else ""
-    )
-
-
-CAUSES = (
-    Cause(
-        "weights-dropped",
-        "Low accept length that hardly moves when other faults are fixed (0.20 becomes 0.21 after one rename).",
-        "Parameters as loaded (params.parquet) held against the training's, with the keys the engine dropped; the site "
-        "that uses the first of them differs.",
-        "Rename the keys to what the engine loads (`eagle-trace check` lists both).",
-        ("layer.0.hidden_norm", "layer.0.attn.q"),
-        check_dropped,
-    ),
-    Cause(
-        "weights-missing",
-        "Accept length 1.00.",
-        "Parameters as loaded held against the training's: not in the deployed checkpoint, other numbers than trained; "
-        "the site that uses them differs.",
-        "Ship the tensors.",
-        ("logits",),
-        check_missing,
-    ),
-)
+    return f"{equal} of {len(common)} parameters as loaded equal the trained ones"

@@ -17,7 +17,7 @@ from eagle_trace_analysis.causes.base import (
     not_tested,
     ruled_out,
 )
-from eagle_trace_analysis.causes.embedding import own_embedding
+from eagle_trace_analysis.causes.embedding_replaced import own_embedding
 from eagle_trace_analysis.checkpoint.files import DTYPE_NAMES, StoredTensor, as_float32
 from eagle_trace_analysis.checkpoint.subject import Target
 from eagle_trace_analysis.comparison.tolerance import UNIT
@@ -42,7 +42,7 @@ TELLING = ("hidden_size", "num_hidden_layers", "num_attention_heads", "rms_norm_
            "rope_theta", "rope_scaling", "vocab_size", "quantization_config")  # fmt: skip
 
 
-def check_target(context: Context) -> Outcome:
+def check(context: Context) -> Outcome:
     """Whether both sides ran the same target.
 
     No sample of the weights proves that they did. So features that differ, and that no other cause explains, leave it
@@ -246,15 +246,13 @@ def _alike(x: StoredTensor, y: StoredTensor) -> bool:
     )
 
 
-CAUSES = (
-    Cause(
-        "target-differs",
-        "Low accept length; the right layers are fed, with other numbers.",
-        "Configs, and a sample of every tensor of both targets, as the recorders took it or from the folders; features "
-        "(or embeddings) differ, and no other layer fits. Equal samples do not rule it out.",
-        "Serve the draft with the revision and precision of the target it was trained for.",
-        ("target.hidden.0", "embed"),
-        check_target,
-        last=True,
-    ),
+CAUSE = Cause(
+    "target-differs",
+    "Low accept length; the right layers are fed, with other numbers.",
+    "Configs, and a sample of every tensor of both targets, as the recorders took it or from the folders; features "
+    "(or embeddings) differ, and no other layer fits. Equal samples do not rule it out.",
+    "Serve the draft with the revision and precision of the target it was trained for.",
+    ("target.hidden.0", "embed"),
+    check,
+    last=True,
 )

@@ -29,7 +29,7 @@ PARTS = ("q", "k", "v")
 AT_ONCE = 512
 
 
-def check_order(context: Context) -> Outcome:
+def check(context: Context) -> Outcome:
     """Whether the server's channels are the trained ones at other places."""
     sites = context.layer_sites(*(f"attn.{part}" for part in PARTS))
     judged = [one for one in context.nodes(sites) if one.serve is not None]
@@ -157,14 +157,12 @@ def _between(place: NDArray[np.int64], size: int, widths: list[int]) -> str:
     return f"over q, k and v together, {order_words(place, size, 'channel')}"
 
 
-CAUSES = (
-    Cause(
-        "qkv-order",
-        "Accept length near 1; less if only two heads are exchanged.",
-        "Each channel of the server's q, k and v matched with the trained channel it is equal to.",
-        "Store the projections in the order the engine splits them (q, k, v; head by head).",
-        ("layer.0.attn.q", "layer.0.attn.k", "layer.0.attn.v"),
-        check_order,
-        families=(EAGLE3.name,),  # latent attention has no projections of queries, keys and values side by side
-    ),
+CAUSE = Cause(
+    "qkv-order",
+    "Accept length near 1; less if only two heads are exchanged.",
+    "Each channel of the server's q, k and v matched with the trained channel it is equal to.",
+    "Store the projections in the order the engine splits them (q, k, v; head by head).",
+    ("layer.0.attn.q", "layer.0.attn.k", "layer.0.attn.v"),
+    check,
+    families=(EAGLE3.name,),  # latent attention has no projections of queries, keys and values side by side
 )

@@ -1,8 +1,7 @@
-"""What a draft step takes over from the steps before it: a hidden state (the carry), and keys and values in slots."""
+"""What a draft step starts from: the carry of another row than the one that it goes on from."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -12,31 +11,23 @@ from eagle_trace.capture import Rows
 from eagle_trace_analysis.causes.base import (
     RECORD_VALUES,
     Cause,
-    Hypothesis,
     Outcome,
     confirmed,
-    counterfactual,
     not_tested,
     ruled_out,
 )
 from eagle_trace_analysis.comparison.metrics import relative_error
 from eagle_trace_analysis.comparison.tolerance import UNIT
 from eagle_trace_analysis.evidence.context import Context
-from eagle_trace_analysis.replay.attention import View
 from eagle_trace_analysis.replay.recorded import Recorded
-from eagle_trace_analysis.replay.replay import Replay, Replayed
 
 Int = NDArray[np.int64]
 Real = NDArray[Any]
-
 #: rows that are looked for among other carries, and the carries tried
 MOST_ROWS, MOST_CARRIES = 64, 512
 
 
-# ---- the carry -----------------------------------------------------------------------------------------------------
-
-
-def check_carry(context: Context) -> Outcome:
+def check(context: Context) -> Outcome:
     """Whether each draft step starts from the carry of the row above it, and if not, from whose."""
     replay = context.replay
     if replay is None:
@@ -127,50 +118,11 @@ def _candidates(rows: Rows, pair: Rows) -> Rows:
     return rows.take(np.flatnonzero(own | other)[:MOST_CARRIES])
 
 
-# ---- the slots -----------------------------------------------------------------------------------------------------
-
-
-def check_slots(context: Context) -> Outcome:
-    """Keys of draft steps in each other's slots, or in none."""
-    if context.replay is not None and max(context.replay.recorded.steps, default=0) < 1:
-        return not_tested("no draft steps were recorded", "record the serve side with more than one draft step")
-
-    def others(replay: Replay, _: Replayed) -> Iterator[Hypothesis]:
-        steps = [step for step in replay.recorded.steps if step]
-        for slot in steps:
-            for holds in (*(step for step in steps if step != slot), None):
-                view = View(replay.recorded, window=replay.form.window, slots={slot: holds})
-                words = f"the key of draft step {holds} in the slot of step {slot}"
-                if holds is None:
-                    words = f"the key of draft step {slot} not seen"
-                yield Hypothesis(words, replay.varied(view=view))
-
-    return counterfactual(
-        context,
-        context.layer_sites("attn.context"),
-        others,
-        lambda words: (
-            f"the server attends with {words}: each draft step needs a cache slot of its own, read at its own place; "
-            "update it, or report it"
-        ),
-    )
-
-
-CAUSES = (
-    Cause(
-        "carry-of-another-row",
-        "Accept length falls with the depth of the draft, or with the number of requests in a batch.",
-        "What each draft step starts from against the carry of the row above it, and against other rows' carries.",
-        "Hand each row the hidden state of the row it goes on from.",
-        ("hidden",),
-        check_carry,
-    ),
-    Cause(
-        "kv-slot-of-another-step",
-        "Accept length falls with the depth of the draft.",
-        "Attention of draft steps recomputed with one step's key in another's slot, and without it.",
-        "Give each draft step a cache slot of its own.",
-        ("layer.0.attn.context",),
-        check_slots,
-    ),
+CAUSE = Cause(
+    "carry-of-another-row",
+    "Accept length falls with the depth of the draft, or with the number of requests in a batch.",
+    "What each draft step starts from against the carry of the row above it, and against other rows' carries.",
+    "Hand each row the hidden state of the row it goes on from.",
+    ("hidden",),
+    check,
 )

@@ -28,7 +28,7 @@ def own_embedding(context: Context) -> tuple[bool | None, str]:
     return equal < of, f"{equal:,} of {of:,} rows of the draft's embedding equal its target's (relative L2 {error:.1e})"
 
 
-def check_replaced(context: Context) -> Outcome:
+def check(context: Context) -> Outcome:
     """The embedding the server uses, against the trained one and the target's."""
     own, figures = own_embedding(context)
     if own is False and not context.agrees("embed"):
@@ -51,14 +51,12 @@ def check_replaced(context: Context) -> Outcome:
     )
 
 
-CAUSES = (
-    Cause(
-        "embedding-replaced",
-        "Lower accept length; tokens are equal, their embeddings are not.",
-        "Embedded rows recomputed from the trained embedding and from the target's; and both embeddings row by row.",
-        "Train with a frozen embedding, or serve with an engine that keeps the draft's own.",
-        ("embed",),
-        check_replaced,
-        of_training=True,
-    ),
+CAUSE = Cause(
+    "embedding-replaced",
+    "Lower accept length; tokens are equal, their embeddings are not.",
+    "Embedded rows recomputed from the trained embedding and from the target's; and both embeddings row by row.",
+    "Train with a frozen embedding, or serve with an engine that keeps the draft's own.",
+    ("embed",),
+    check,
+    of_training=True,
 )

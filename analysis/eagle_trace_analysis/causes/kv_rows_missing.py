@@ -1,32 +1,23 @@
-"""Cache slots that are missing, too many or too few: rows that the server never computed, and lengths miscounted."""
+"""Rows in the middle of a prompt or an answer that the server never ran its draft for."""
 
 from __future__ import annotations
-
-from collections.abc import Iterator
 
 import numpy as np
 from numpy.typing import NDArray
 
 from eagle_trace.reader import Trace
-from eagle_trace_analysis.causes.attention import errors_over_given, given_by_training
 from eagle_trace_analysis.causes.base import (
     RECORD_VALUES,
     Cause,
-    Hypothesis,
     Outcome,
     confirmed,
-    counterfactual,
     not_tested,
     ruled_out,
 )
 from eagle_trace_analysis.evidence.context import Context
-from eagle_trace_analysis.replay.attention import View
-from eagle_trace_analysis.replay.replay import Replay, Replayed
+from eagle_trace_analysis.evidence.given_keys import errors_over_given, given_by_training
 
 Int = NDArray[np.int64]
-
-
-# ---- rows that were never computed -----------------------------------------------------------------------------------
 
 
 def holes(trace: Trace) -> dict[int, Int]:
@@ -40,7 +31,7 @@ def holes(trace: Trace) -> dict[int, Int]:
     return found
 
 
-def check_holes(context: Context) -> Outcome:
+def check(context: Context) -> Outcome:
     """Rows in the middle of a prompt or answer that the draft was not run for."""
     found, replay = holes(context.serve), context.replay
     if "selection" in context.serve.manifest.settings:
@@ -97,50 +88,12 @@ def _fix(context: Context) -> str:
     return "the server must run its draft over every token, also where it asks for no draft: update it, or report it"
 
 
-# ---- lengths ---------------------------------------------------------------------------------------------------------
-
-
-def check_length(context: Context) -> Outcome:
-    """More keys seen than there are, or fewer."""
-
-    def others(replay: Replay, _: Replayed) -> Iterator[Hypothesis]:
-        steps = [step for step in replay.recorded.steps if step]
-        for words, miscount in (
-            ("one empty slot behind its own for each draft step so far", {step: step for step in steps}),
-            ("one empty slot behind its own at draft steps", dict.fromkeys(steps, 1)),
-            ("one empty slot behind its own", dict.fromkeys([0, *steps], 1)),
-            ("none of the draft steps' keys", {step: -step for step in steps}),
-            ("all keys but the last one at draft steps", dict.fromkeys(steps, -1)),
-            ("all keys but the last one", dict.fromkeys([0, *steps], -1)),
-        ):
-            view = View(replay.recorded, window=replay.form.window, miscount=miscount)
-            yield Hypothesis(words, replay.varied(view=view))
-
-    return counterfactual(
-        context,
-        context.layer_sites("attn.context"),
-        others,
-        lambda words: f"the server attends to {words}: its sequence lengths are miscounted; update it, or report it",
-    )
-
-
-CAUSES = (
-    Cause(
-        "kv-rows-missing",
-        "Accept length drops now and then, for all requests of a batch, and stays low for those that go on.",
-        "Rows that the draft was not run for, and attention behind them recomputed with the keys that training has "
-        "there.",
-        "Keep every request away from the longest context, or update the server.",
-        ("layer.0.attn.context",),
-        check_holes,
-        of_server=True,
-    ),
-    Cause(
-        "kv-length",
-        "Accept length falls with the depth of the draft.",
-        "Attention recomputed with slots behind a row's own that no row was written to, and without the last keys.",
-        "Update the server, or report it.",
-        ("layer.0.attn.context",),
-        check_length,
-    ),
+CAUSE = Cause(
+    "kv-rows-missing",
+    "Accept length drops now and then, for all requests of a batch, and stays low for those that go on.",
+    "Rows that the draft was not run for, and attention behind them recomputed with the keys that training has there.",
+    "Keep every request away from the longest context, or update the server.",
+    ("layer.0.attn.context",),
+    check,
+    of_server=True,
 )

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from eagle_trace_analysis.causes.base import RECORD_VALUES, Cause, Outcome, confirmed, not_tested, ruled_out
-from eagle_trace_analysis.causes.fed import layer_words
 from eagle_trace_analysis.evidence.context import Context
 from eagle_trace_analysis.evidence.features import CLEARLY, Features
+from eagle_trace_analysis.evidence.layers import layer_words
 
 OLDER = "the training's trace does not keep what each layer adds to its stream"
 
@@ -23,7 +23,7 @@ class _Part:
     whole: float
 
 
-def check_residual(context: Context) -> Outcome:
+def check(context: Context) -> Outcome:
     """Either summand of a layer's input where the sum was trained."""
     features = context.features
     if features is None:
@@ -80,14 +80,12 @@ def _fix(context: Context, layers: str, *, branch: bool) -> str:
     )
 
 
-CAUSES = (
-    Cause(
-        "features-without-residual",
-        "Low accept length on one family of targets, whatever the draft.",
-        "The server's features against both summands of every target layer's input, channel by channel: what the layer "
-        "before added last, and the stream it was added to.",
-        "Capture hidden_states + residual in the target's class.",
-        ("target.hidden.0",),
-        check_residual,
-    ),
+CAUSE = Cause(
+    "features-without-residual",
+    "Low accept length on one family of targets, whatever the draft.",
+    "The server's features against both summands of every target layer's input, channel by channel: what the layer "
+    "before added last, and the stream it was added to.",
+    "Capture hidden_states + residual in the target's class.",
+    ("target.hidden.0",),
+    check,
 )
