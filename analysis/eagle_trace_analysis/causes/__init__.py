@@ -20,6 +20,7 @@ from eagle_trace_analysis.causes import (
     qkv,
     residual,
     rope,
+    router_tipped,
     slots,
     target,
     tokens,
@@ -27,7 +28,7 @@ from eagle_trace_analysis.causes import (
 )
 from eagle_trace_analysis.causes.base import Cause, Outcome
 
-_MODULES = (tokens, fed_tokens, positions, fed, residual, layer_ids, target, parameters, weights, head, embedding, d2t,
+_MODULES = (tokens, fed_tokens, positions, fed, residual, layer_ids, router_tipped, target, parameters, weights, head, embedding, d2t,
             norms, rope, qkv, carried, attention, slots, parallel, nonfinite, benign)  # fmt: skip
 
 #: by name
