@@ -37,13 +37,9 @@ from speculators.train.logger import setup_metric_logger
 from eagle_trace import Trace, monitor
 from eagle_trace.demo import prompts_file
 from eagle_trace.errors import EagleTraceError
-<<<<<<< HEAD
 from eagle_trace.jobs import monitoring as jobs
-from eagle_trace.jobs.monitoring import NOWHERE, Look, Monitoring
-=======
 from eagle_trace.jobs.looks import NOWHERE, Look
 from eagle_trace.jobs.monitoring import Monitoring
->>>>>>> main
 from eagle_trace.monitor import monitoring
 from eagle_trace.recording.forward import Forward
 from eagle_trace.recording.hooks import Hooks
