@@ -167,12 +167,18 @@ def judge(folder: Path) -> dict[str, Any]:
 
 
 def rotation(folder: Path) -> bool:
-    """Whether a draft's class builds tables of cosines and sines that can be computed with, on the CPU."""
+    """Whether a draft's class builds tables of cosines and sines that can be computed with, as it does for a GPU."""
     import torch
     from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.layers.rotary_embedding import get_rope
+    from sglang.srt.models import deepseek_v2
     from sglang.srt.models.kimi_k25_eagle3 import Eagle3DeepseekV2ForCausalLM
     from sglang.srt.models.llama_eagle3 import LlamaForCausalLMEagle3
 
+    def as_on_a_gpu(*given: Any, device: Any = None, **more: Any) -> Any:
+        return get_rope(*given, **more)
+
+    vars(deepseek_v2)["get_rope_wrapper"] = as_on_a_gpu
     try:
         config = ModelConfig(str(folder), is_draft_model=True, trust_remote_code=False).hf_config
         latent = config.architectures == [Eagle3DeepseekV2ForCausalLM.__name__]
@@ -180,11 +186,10 @@ def rotation(folder: Path) -> bool:
     except Exception:  # noqa: BLE001 - whatever stops the engine
         return False
     attention = next(module for module in model.modules() if hasattr(module, "rotary_emb"))
-    rotary = attention.rotary_emb
-    table = getattr(rotary, "cos_sin_cache", None)
-    table = rotary.long_short_cos_sin_cache if table is None else table
     scale = torch.tensor(float(attention.scaling))
-    return bool(len(table) and table.isfinite().all() and table.any() and scale.isfinite() and scale)
+    names = ("cos_sin_cache", "short_cos_sin_cache", "long_cos_sin_cache")
+    tables = [table for name in names if (table := getattr(attention.rotary_emb, name, None)) is not None]
+    return bool(scale.isfinite() and scale and all(len(one) and one.isfinite().all() and one.any() for one in tables))
 
 
 def judge_target(folder: Path) -> str | None:

@@ -22,8 +22,6 @@ from eagle_trace_analysis.trainers.base import flat_training
 from eagle_trace_analysis.trainers.specforge import MISSING_FROM_HEAD
 
 LARGEST_FLOAT16 = 65504.0
-#: infinite in float32, in which norms compute
-FLOAT32_ABOVE = 1e39
 #: drafts are trained with 1e-5 or 1e-6; rows of an embedding have a mean square of 1e-4 to 1e-2
 LARGEST_EPS = 1e-2
 
@@ -154,6 +152,10 @@ def check_rope(subject: Subject) -> Finding:
     if subject.trained_layer is None and doubt is not None:
         return warned(name, doubt.cause or cause, doubt.why, doubt.fix)
     if subject.trained_layer is None:
+        form = _form(subject.full)
+        if served["rope_type"] not in ("default", form, f"deepseek_{form}"):
+            why = f"it names the form {form}, of which {subject.engine.ARCHITECTURE} makes {served['rope_type']}"
+            return warned(name, cause, f"{why}: {words}", "set its form and its numbers as trained")
         if runs_backwards(served):
             fast, slow = served.get("beta_fast", 32), served.get("beta_slow", 1)
             why = f"beta_fast is {fast}, beta_slow {slow}: yarn then divides fast rotations and leaves slow ones"
@@ -189,6 +191,12 @@ def check_rope(subject: Subject) -> Finding:
     return passed(name, cause, f"{words}, as trained")
 
 
+def _form(config: Mapping[str, Any]) -> str:
+    """The form of rotary embedding that a config names."""
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    return str(rope.get("rope_type") or rope.get("type") or "default")
+
+
 def _rope_fix(differ: list[str], trained: dict[str, Any]) -> str:
     share = [one for one in differ if one.startswith("partial_rotary_factor")]
     rope = {key: value for key, value in trained.items() if key != "partial_rotary_factor"}
@@ -201,7 +209,8 @@ def _rope_fix(differ: list[str], trained: dict[str, Any]) -> str:
 def check_eps(subject: Subject) -> Finding:
     """`rms_norm_eps` against the training."""
     served = float(subject.full["rms_norm_eps"])
-    computed = float(np.float32(min(served, FLOAT32_ABOVE)))
+    with np.errstate(over="ignore"):
+        computed = float(np.float32(served))  # in which norms compute
     why, fix = _useless_eps(computed), "set rms_norm_eps as trained (1e-5, 1e-6)"
     if why:
         return failed("norm-eps", "norm-eps", f"rms_norm_eps is {served:g}: {why}", fix)

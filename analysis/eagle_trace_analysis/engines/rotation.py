@@ -34,27 +34,34 @@ class Table(NamedTuple):
     Attributes:
         rows: positions that it has.
         frequencies: angle per position [rotated / 2].
-        factors: on cosines and sines, and on what else is worked out from the same settings.
+        factor: on cosines and sines.
+        on_scores: factors of yarn's on the scores of latent attention.
     """
 
     rows: float
     frequencies: Float32
-    factors: tuple[float, ...]
+    factor: float = 1.0
+    on_scores: tuple[float, ...] = ()
 
 
-def rotation_fault(rope: Mapping[str, Any], width: int, positions: int) -> Refusal | None:
+def rotation_fault(rope: Mapping[str, Any], width: int, positions: int, *, scores: bool = False) -> Refusal | None:
     """Why an engine's tables of cosines and sines cannot be computed with; None if they can.
 
     Args:
         rope: the rotary embedding in one form (`Engine.rope_settings`).
         width: elements of a head that it is for, before `partial_rotary_factor`.
         positions: `max_position_embeddings`.
+        scores: whether the square of yarn's factor is on the scores, as it is in latent attention.
     """
-    why = _why(rope, width, positions)
+
+    def why_not(of: Mapping[str, Any]) -> str | None:
+        return _why(of, width, positions, scores)
+
+    why = why_not(rope)
     if why is None:
         return None
     held = [key for key in _HARMLESS if key in rope]
-    guilty = [key for key in held if _why(_without(rope, key), width, positions) is None] or held
+    guilty = [key for key in held if why_not(_without(rope, key)) is None] or held
     said = ", ".join(f"{key} is {shown(rope[key])}" for key in guilty)
     form = "" if rope["rope_type"] == "default" else f" for a rotary embedding of the form {rope['rope_type']}"
     return Refusal(guilty[0], f"{said}{form}: {why}", f"set {' and '.join(guilty)} as trained")
@@ -71,7 +78,7 @@ def _without(rope: Mapping[str, Any], key: str) -> dict[str, Any]:
     return rest if _HARMLESS[key] is None else rest | {key: _HARMLESS[key]}
 
 
-def _why(rope: Mapping[str, Any], width: int, positions: int) -> str | None:
+def _why(rope: Mapping[str, Any], width: int, positions: int, scores: bool) -> str | None:
     with np.errstate(all="ignore"):
         try:
             tables = _tables(rope, width, positions)
@@ -83,9 +90,10 @@ def _why(rope: Mapping[str, Any], width: int, positions: int) -> str | None:
         for count, table in zip(rows, tables, strict=True):
             # the first row and the last have the extreme angles
             angles = np.outer(np.asarray([0, count - 1], np.float32), table.frequencies)
-            if not np.isfinite(angles).all() or not np.isfinite(np.asarray(table.factors, np.float32)).all():
+            factors = np.asarray((table.factor, *(table.on_scores if scores else ())), np.float32)
+            if not np.isfinite(angles).all() or not np.isfinite(factors).all():
                 return "cosines and sines are not numbers"
-            if not all(table.factors):
+            if not factors.all():
                 return "cosines and sines are all zero"
     return None
 
@@ -96,19 +104,19 @@ def _tables(rope: Mapping[str, Any], width: int, positions: int) -> list[Table]:
     rotated = int(width * share) if share < 1 else width
     factor = rope.get("factor", 1.0)
     if form == "linear":
-        return [Table(positions * factor, _plain(theta, rotated) / factor, (1.0,))]
+        return [Table(positions * factor, _plain(theta, rotated) / factor)]
     if form == "dynamic":
         # SGLang takes alpha where it is there
         grown = rope["alpha"] if "alpha" in rope else factor * (positions * factor) / positions - (factor - 1)
         rows = positions if "alpha" in rope else positions * factor
-        return [Table(rows, _plain(float(theta * grown ** (rotated / (rotated - 2))), rotated), (1.0,))]
+        return [Table(rows, _plain(float(theta * grown ** (rotated / (rotated - 2))), rotated))]
     if form == "llama3":
-        return [Table(positions, _llama3(_plain(theta, rotated), rope, factor, positions), (1.0,))]
+        return [Table(positions, _llama3(_plain(theta, rotated), rope, factor, positions))]
     if form in YARN:
         return [_yarn(rope, theta, rotated, factor, positions)]
     if form == "longrope":
         return _longrope(rope, theta, rotated, positions)
-    return [Table(positions, _plain(theta, rotated), (1.0,))]
+    return [Table(positions, _plain(theta, rotated))]
 
 
 def _plain(theta: float, rotated: int) -> Float32:
@@ -153,8 +161,7 @@ def _yarn(rope: Mapping[str, Any], theta: float, rotated: int, factor: float, po
     ramp = np.clip((np.arange(rotated // 2, dtype=np.float32) - low) / (high - low), 0, 1)
     kept = (1 - ramp) * np.float32(rope.get("extrapolation_factor", 1))
     frequencies = 1.0 / (np.float32(factor) * powers) * (1 - kept) + 1.0 / powers * kept
-    # the scores of latent attention are multiplied by the square of its factor
-    return Table(old * factor, frequencies.astype(np.float32), (scale, *((every * every,) if latent else ())))
+    return Table(old * factor, frequencies.astype(np.float32), scale, (every, every * every))
 
 
 def _grown(factor: float, scale: float) -> float:
@@ -170,5 +177,5 @@ def _longrope(rope: Mapping[str, Any], theta: float, rotated: int, positions: in
     for length, name in ((old, "short"), (positions, "long")):
         own = rope.get(f"{name}_mscale")
         frequencies = 1.0 / (np.asarray(rope[f"{name}_factor"], dtype=np.float32) * powers)
-        tables.append(Table(length, frequencies, (scale if own is None else own,)))
+        tables.append(Table(length, frequencies, scale if own is None else own))
     return tables
