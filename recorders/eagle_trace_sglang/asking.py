@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from eagle_trace.prompts import Prompt
+from eagle_trace_serving.completions import chat
 from eagle_trace_serving.host import Ask
 from eagle_trace_serving.requests import Answer, Request, answer_of
 
@@ -16,14 +17,7 @@ MOST_COUNTS, LONGEST_COUNT = 32, 64
 def ask(prompt: Prompt, rid: str, request: Request) -> Ask:
     """A text or token ids go to ``/generate``; messages where the server applies its own chat template."""
     if prompt.messages is not None:
-        body = {
-            "model": "default",
-            "messages": list(prompt.messages),
-            "rid": rid,
-            "temperature": request.temperature,
-            "max_tokens": request.max_new_tokens,
-        }
-        return Ask("/v1/chat/completions", body)
+        return chat(prompt.messages, request, model="default", rid=rid)
     given = {"text": prompt.text} if prompt.input_ids is None else {"input_ids": list(prompt.input_ids)}
     return Ask("/generate", given | {"rid": rid, "sampling_params": _sampling(request)})
 

@@ -14,8 +14,8 @@ import numpy as np
 
 from eagle_trace.recording.arrays import to_array
 from eagle_trace.recording.hooks import Hooks
+from eagle_trace_serving.chains import ChainRecording, Proposal, Sampled
 from eagle_trace_vllm.asking import request_id
-from eagle_trace_vllm.recording import Proposal, Sampled, VLLMRecording
 
 
 def drafter_of(runner: Any) -> Any:
@@ -28,7 +28,7 @@ def generation(runner: Any) -> str:
     return "V1" if hasattr(runner, "drafter") else "V2"
 
 
-def hook_runner(hooks: Hooks, runner: Any, recording: VLLMRecording) -> None:
+def hook_runner(hooks: Hooks, runner: Any, recording: ChainRecording) -> None:
     """Tell a recording what was sampled, and when a proposal begins and ends."""
     drafter, first = drafter_of(runner), generation(runner) == "V1"
     if first:
@@ -57,7 +57,7 @@ def proposal_v1(runner: Any, kwargs: Mapping[str, Any]) -> Proposal:
     return Proposal(rids, ends, np.diff(edges), last - edges[:-1] + 1)
 
 
-def _hook_sampling(hooks: Hooks, runner: Any, recording: VLLMRecording) -> None:
+def _hook_sampling(hooks: Hooks, runner: Any, recording: ChainRecording) -> None:
     # penalties change the logits in place: the target's choice is asked for before
     best: list[Any] = []
 

@@ -11,6 +11,7 @@ from eagle_trace.recording.forward import BEST_SITES, offsets_to_ids
 from eagle_trace.recording.hooks import Hooks
 from eagle_trace.recording.tap import hang
 from eagle_trace.writer import TraceWriter
+from eagle_trace_serving.chains import ChainRecording
 from eagle_trace_serving.facts import cached_as, never_computed, packages, target_facts, tell_missing
 from eagle_trace_serving.host import Facts
 from eagle_trace_serving.orders import Order
@@ -20,10 +21,9 @@ from eagle_trace_serving.stored import filled_by
 from eagle_trace_serving.taps import shards_of
 from eagle_trace_vllm.deployment import ONE_REPLICA
 from eagle_trace_vllm.params import MAP, SHARED, loaded_params
-from eagle_trace_vllm.recording import VLLMRecording
 from eagle_trace_vllm.releases import check_release
 from eagle_trace_vllm.runners import generation, hook_runner
-from eagle_trace_vllm.sites import CLASSES, taps
+from eagle_trace_vllm.sites import BEFORE_FORWARD, CLASSES, taps
 
 #: the list of layers that a target is told to capture
 LAYERS = "aux_hidden_state_layers"
@@ -96,18 +96,22 @@ class VLLMDraft:
         # on a CPU, what the draft may share with the target is put in place after loading, and is not packed
         yield from loaded_params(self._model, self._folder, lambda name: self._read is None or name.endswith(SHARED))
 
-    def recording(self, order: Order, writer: TraceWriter) -> VLLMRecording:
+    def recording(self, order: Order, writer: TraceWriter) -> ChainRecording:
         """A recording of this draft."""
         config = self._runner.vllm_config.model_config
         offsets = getattr(self._model, MAP, None)
         target_ids = None if offsets is None else offsets_to_ids(to_array(offsets))
-        recording = VLLMRecording(
-            order, writer, int(config.get_hidden_size()), target_ids, shards_of(taps(self._model))
+        return ChainRecording(
+            order,
+            writer,
+            int(config.get_hidden_size()),
+            target_ids,
+            shards_of(taps(self._model)),
+            longest=int(config.max_model_len),
+            before=BEFORE_FORWARD,
         )
-        recording.longest = int(config.max_model_len)
-        return recording
 
-    def hang(self, hooks: Hooks, recording: VLLMRecording) -> None:
+    def hang(self, hooks: Hooks, recording: ChainRecording) -> None:
         """Hang everything that tells a recording of the draft's forwards; see `DraftWorker`."""
         model, manifest = self._model, recording.writer.manifest
         # the target is told of them after the draft was loaded

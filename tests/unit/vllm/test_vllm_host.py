@@ -25,7 +25,7 @@ from eagle_trace_vllm import arming, plugin, releases
 from eagle_trace_vllm.asking import answers, ask, ask_all, request_id
 from eagle_trace_vllm.deployment import launch, speculation
 from eagle_trace_vllm.host import HOST
-from eagle_trace_vllm.recording import Asked
+from eagle_trace_vllm.requests import Asked
 from eagle_trace_vllm.runners import hook_runner
 from eagle_trace_vllm.worker import kept_in
 from tests.support.pairs import DRAFT, TARGET
@@ -238,7 +238,7 @@ def sampling(**given: Any) -> SimpleNamespace:
 def test_an_answer_is_cut_as_vllm_cuts_it(
     sampled: list[int], given: dict[str, Any], ended: bool, answer: list[int], reason: str | None
 ) -> None:
-    request = Asked("r", [1, 2, 3], sampling(**given), 10, sampled=sampled, ended=ended)
+    request = Asked("r", [1, 2, 3], 10, sampled=sampled, ended=ended, sampling=sampling(**given))
     assert (list(request.answer_ids), request.finish_reason) == (answer, reason)
 
 
