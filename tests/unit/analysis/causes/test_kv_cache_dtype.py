@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +10,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from eagle_trace.reader import Trace
 from eagle_trace_analysis import Diff, diff
 from eagle_trace_analysis.comparison.cached import NAMES, Kept
 from eagle_trace_analysis.diagnosis.diagnose import CauseVerdict, diagnosed
-from tests.support.planted import Planted, run, serving
+from tests.support.planted import Planted, run
 
 CONTEXT = "layer.0.attn.context"
 E4M3, E5M2 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
@@ -22,128 +22,134 @@ E4M3, E5M2 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
 BEHIND = 24
 
 
-def cached(dtype: type | None, said: str | None, **more: Any) -> Planted:
-    settings = {} if said is None else {"kv_cache_dtype": said}
-    return Planted("cached", None, None, serve={"cached": dtype} | more, serve_write={"settings": settings})
+def cached(dtype: type | None, said: str, **more: Any) -> Planted:
+    return Planted(
+        "cached", None, None, serve={"cached": dtype} | more, serve_write={"settings": {"kv_cache_dtype": said}}
+    )
 
 
-def verdict(result: Diff) -> CauseVerdict:
+@pytest.fixture(scope="module")
+def exact(tmp_path_factory: pytest.TempPathFactory) -> tuple[Trace, Trace]:
+    """A training and a server that rounds nothing."""
+    _, train, serve = run(cached(None, "float32"), tmp_path_factory.mktemp("exact"))
+    return train, serve
+
+
+@pytest.fixture(scope="module")
+def coarse(tmp_path_factory: pytest.TempPathFactory) -> tuple[Trace, Trace]:
+    """A training and a server whose cache is of eight bits."""
+    _, train, serve = run(cached(E4M3, "fp8_e4m3"), tmp_path_factory.mktemp("coarse"))
+    return train, serve
+
+
+@pytest.fixture(scope="module")
+def noisy(tmp_path_factory: pytest.TempPathFactory) -> tuple[Trace, Trace]:
+    """A server whose target's features are 10 % off behind the prompts."""
+
+    def states(states: NDArray[Any], _: NDArray[Any]) -> NDArray[Any]:
+        out = states.copy()
+        behind = out[1:, BEHIND:]
+        behind *= 1 + 0.1 * np.random.default_rng(7).standard_normal(behind.shape)
+        return out
+
+    _, train, serve = run(cached(None, "float32", summand=states), tmp_path_factory.mktemp("noisy"))
+    return train, serve
+
+
+def looked_at(one: Trace, two: Trace) -> tuple[Diff, CauseVerdict]:
+    result = diagnosed(diff(one, two), one, two)
     assert result.diagnosis is not None
-    return next(one for one in result.diagnosis.causes if one.cause == "kv-cache-dtype")
+    return result, next(each for each in result.diagnosis.causes if each.cause == "kv-cache-dtype")
 
 
 def confirmed(result: Diff) -> list[str]:
+    """The causes confirmed; what they leave unexplained fails."""
     assert result.diagnosis is not None
+    assert not result.diagnosis.unexplained
     return [one.cause for one in result.diagnosis.confirmed]
 
 
-@pytest.mark.parametrize(("dtype", "said"), [(E4M3, "fp8_e4m3"), (E5M2, "float8_e5m2")])
 def test_a_cache_of_eight_bits_is_proved_by_attention_over_rounded_keys_and_values(
-    dtype: type, said: str, tmp_path: Path
+    coarse: tuple[Trace, Trace],
 ) -> None:
-    result, _, _ = run(cached(dtype, said), tmp_path)
-    one = verdict(result)
+    result, one = looked_at(*coarse)
     assert (confirmed(result), one.site) == (["kv-cache-dtype"], CONTEXT)
-    assert result.diagnosis is not None
-    assert not result.diagnosis.unexplained
-    assert one.evidence.startswith(f"by option, serving keeps keys and values in {said} and computes in float32")
+    assert one.evidence.startswith("by option, serving keeps keys and values in fp8_e4m3 and computes in float32")
     assert one.fix is not None
     assert one.fix.startswith("nothing, if the option is meant")
 
 
-def test_a_cache_of_eight_bits_is_proved_in_bfloat16_too(tmp_path: Path) -> None:
-    result, _, _ = run(cached(E4M3, "fp8"), tmp_path, "bfloat16")
+def test_a_cache_of_eight_bits_is_no_faulty_step_in_bfloat16_either(tmp_path: Path) -> None:
+    result, _, _ = run(cached(E5M2, "fp8_e5m2"), tmp_path, "bfloat16")
     assert result.diagnosis is not None
     assert not result.diagnosis.faulty, "the step is as its cache makes it"
     assert confirmed(result) == (["kv-cache-dtype"] if result.verdict == "diverged" else [])
-    assert "rounded to float8_e4m3fn" in verdict(result).evidence
 
 
-def test_a_cache_that_is_said_to_round_and_does_not_leaves_attention_as_it_is(tmp_path: Path) -> None:
-    result, _, _ = run(cached(None, "fp8_e4m3"), tmp_path)
-    assert (result.verdict, confirmed(result), verdict(result).verdict) == ("agree", [], "ruled_out")
-    assert "shows no such rounding" in verdict(result).evidence
-
-
-def test_a_cache_that_rounds_and_is_not_said_to_is_not_explained(tmp_path: Path) -> None:
-    result, _, _ = run(cached(E4M3, None), tmp_path)
-    assert verdict(result).verdict == "not_tested"
-    assert verdict(result).evidence == "the serving side does not say in which dtype it keeps keys and values"
+def test_a_cache_that_rounds_and_is_not_said_to_is_not_explained(
+    coarse: tuple[Trace, Trace], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(coarse[1].manifest.settings, "kv_cache_dtype")
+    result, one = looked_at(*coarse)
+    why = "the serving side does not say in which dtype it keeps keys and values"
+    assert (one.verdict, one.evidence) == ("not_tested", why)
     assert result.diagnosis is not None
     assert result.diagnosis.unexplained
 
 
-@pytest.mark.parametrize("said", ["auto", "float32"])
-def test_a_cache_in_the_dtype_of_the_computing_is_ruled_out(said: str, tmp_path: Path) -> None:
-    result, _, _ = run(cached(None, said), tmp_path)
-    assert (verdict(result).verdict, verdict(result).evidence) == (
-        "ruled_out",
-        "keys and values are kept in float32 on both sides",
-    )
-
-
-def test_a_dtype_that_is_not_known_here_is_said_to_be(tmp_path: Path) -> None:
-    result, _, _ = run(cached(None, "nvfp4"), tmp_path)
-    assert verdict(result).verdict == "not_tested"
-    assert "what nvfp4 makes of a number is not known here" in verdict(result).evidence
+@pytest.mark.parametrize(
+    ("said", "verdict", "words"),
+    [
+        ("auto", "ruled_out", "keys and values are kept in float32 on both sides"),
+        ("float32", "ruled_out", "keys and values are kept in float32 on both sides"),
+        ("fp8_e4m3", "ruled_out", "shows no such rounding"),
+        ("nvfp4", "not_tested", "what nvfp4 makes of a number is not known here"),
+    ],
+)
+def test_a_server_that_rounds_nothing_is_no_case_whatever_it_says(
+    said: str, verdict: str, words: str, exact: tuple[Trace, Trace], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(exact[1].manifest.settings, "kv_cache_dtype", said)
+    result, one = looked_at(*exact)
+    assert (result.verdict, confirmed(result), one.verdict) == ("agree", [], verdict)
+    assert words in one.evidence
 
 
 def test_a_fault_of_attention_is_found_over_a_cache_that_rounds(tmp_path: Path) -> None:
     result, _, _ = run(cached(E4M3, "fp8_e4m3", window=12), tmp_path)
     assert "sliding-window" in confirmed(result)
-    assert result.diagnosis is not None
-    assert not result.diagnosis.unexplained
 
 
-def test_two_servers_of_which_either_rounds_are_told_apart_and_two_that_round_alike_agree(tmp_path: Path) -> None:
-    made = {}
-    for name, dtype, said in (("exact", None, "float32"), ("coarse", E4M3, "fp8_e4m3"), ("again", E4M3, "fp8_e4m3")):
-        (tmp_path / name).mkdir()
-        made[name] = serving(cached(dtype, said), tmp_path / name)
-    for pair in (("exact", "coarse"), ("coarse", "exact")):
-        one, two = (made[name] for name in pair)
-        result = diagnosed(diff(one, two), one, two)
-        assert confirmed(result) == ["kv-cache-dtype"]
-        assert result.diagnosis is not None
-        assert not result.diagnosis.unexplained
-        assert (verdict(result).fix or "").endswith(f"record {'AB'[pair.index('coarse')]} with --kv-cache-dtype auto")
-    one, two = made["coarse"], made["again"]
-    result = diagnosed(diff(one, two), one, two)
-    assert (result.verdict, verdict(result).evidence) == (
-        "agree",
-        "keys and values are kept in fp8_e4m3 on both sides",
-    )
-
-
-def noisy(size: float) -> Any:
-    def states(states: NDArray[Any], _: NDArray[Any]) -> NDArray[Any]:
-        out = states.copy()
-        behind = out[1:, BEHIND:]
-        behind *= 1 + size * np.random.default_rng(7).standard_normal(behind.shape)
-        return out
-
-    return states
-
-
-@pytest.mark.parametrize(("size", "said"), [(0.002, "bfloat16"), (0.05, "fp8_e4m3")])
-def test_features_that_differ_by_no_more_than_the_rounding_may_do_are_plausibly_its_work(
-    size: float, said: str, tmp_path: Path
+@pytest.mark.parametrize("swapped", [False, True])
+def test_of_two_servers_the_one_that_rounds_is_named(
+    swapped: bool, exact: tuple[Trace, Trace], coarse: tuple[Trace, Trace]
 ) -> None:
-    case = replace(cached(None, said), serve={"summand": noisy(size)})
-    result, _, _ = run(case, tmp_path)
-    assert (confirmed(result), verdict(result).site) == (["kv-cache-dtype"], "target.hidden.0")
-    assert "plausible, not proved" in verdict(result).evidence
-    assert result.diagnosis is not None
-    assert not result.diagnosis.unexplained
+    pair = (coarse[1], exact[1]) if swapped else (exact[1], coarse[1])
+    result, one = looked_at(*pair)
+    assert confirmed(result) == ["kv-cache-dtype"]
+    assert (one.fix or "").endswith(f"record {'A' if swapped else 'B'} with --kv-cache-dtype auto")
 
 
-@pytest.mark.parametrize(("size", "said"), [(0.2, "bfloat16"), (2.0, "fp8_e4m3")])
-def test_features_that_differ_by_more_are_not(size: float, said: str, tmp_path: Path) -> None:
-    case = replace(cached(None, said), serve={"summand": noisy(size)})
-    result, _, _ = run(case, tmp_path)
-    assert verdict(result).verdict == "ruled_out"
-    assert confirmed(result) == []
+def test_two_servers_that_round_alike_agree(coarse: tuple[Trace, Trace]) -> None:
+    result, one = looked_at(coarse[1], coarse[1])
+    assert (result.verdict, one.evidence) == ("agree", "keys and values are kept in fp8_e4m3 on both sides")
+
+
+def test_features_that_differ_by_no_more_than_the_rounding_may_do_are_plausibly_its_work(
+    noisy: tuple[Trace, Trace], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(noisy[1].manifest.settings, "kv_cache_dtype", "fp8_e4m3")
+    result, one = looked_at(*noisy)
+    assert (confirmed(result), one.site) == (["kv-cache-dtype"], "target.hidden.0")
+    assert "plausible, not proved" in one.evidence
+
+
+def test_features_that_differ_by_more_are_not(noisy: tuple[Trace, Trace], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(noisy[1].manifest.settings, "kv_cache_dtype", "bfloat16")
+    result, one = looked_at(*noisy)
+    assert one.verdict == "ruled_out"
     assert result.diagnosis is not None
+    assert not result.diagnosis.confirmed
     assert result.diagnosis.unexplained
 
 
