@@ -63,7 +63,7 @@ def test_a_value_that_nothing_can_be_computed_with_is_named_with_its_key(place: 
         assert len(said) < 160
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.dictionaries(st.sampled_from([*KEYS, "rope_scaling", "other"]), ANY | st.dictionaries(st.text(), ANY)))
 def test_whatever_a_config_holds_is_judged_without_a_traceback(config: dict[str, Any]) -> None:
     with suppress(CheckpointError):
