@@ -7,6 +7,7 @@ from typing import Any
 
 from eagle_trace.checkpoints import class_names, read_config
 from eagle_trace.errors import CheckpointError
+from eagle_trace.extras import way_to
 from eagle_trace_training.entry import Trainer
 
 #: the class of the drafts whose forward is written down here
@@ -34,7 +35,7 @@ HOST = Trainer(
     name="reference",
     title="eagle-trace's own reference forward",
     module="torch",
-    install="pip install 'eagle-trace[train]'",
+    install=way_to("train"),
     package="eagle_trace_reference",
     takes=takes,
     form="its attention is latent (MLA), which no trainer that can be recorded has",

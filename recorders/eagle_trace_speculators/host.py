@@ -6,6 +6,7 @@ from pathlib import Path
 
 from eagle_trace.checkpoints import read_config
 from eagle_trace.errors import CheckpointError
+from eagle_trace.extras import way_to
 from eagle_trace_training.entry import Trainer
 
 
@@ -21,7 +22,7 @@ HOST = Trainer(
     name="speculators",
     title="speculators",
     module="speculators",
-    install="pip install 'eagle-trace[train]'",
+    install=way_to("train"),
     package="eagle_trace_speculators",
     takes=takes,
     form="the folder is one that speculators saved",

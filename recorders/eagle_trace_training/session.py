@@ -115,6 +115,10 @@ class Session:
             self.writer.manifest.settings["layer_channels"] = self.features.layers.channels.tolist()
             for record in self.features.layers.records:
                 self.writer.put_record("layers", record)
+            if (routing := self.features.routing) is not None:
+                self.writer.manifest.settings["routers"] = {"read": routing.layers, "unread": routing.unread}
+                for record in routing.records():
+                    self.writer.put_record("routing", record)
         for record in parameter_rows(self.draft.model, self.host.not_draft, self.draft.stored):
             self.writer.put_record("params", record)
             if record["nonfinite"]:
