@@ -37,8 +37,8 @@ TAKEN = {
 REFUSED: dict[Any, list[Any]] = {
     COUNT: [0, -1, 1.5, True, "8", [8], 10**30],
     FLAG: ["no", "true", 2, [], {"a": 1}],
-    NOT_NEGATIVE: [-1e-9, "1e-5", float("nan"), float("inf"), True, []],
-    POSITIVE: [0, -2.0, "4", float("inf"), {}],
+    NOT_NEGATIVE: [-1e-9, 1e39, "1e-5", float("nan"), float("inf"), True, []],
+    POSITIVE: [0, 10**400, -2.0, "4", float("inf"), {}],
     OBJECT: ["yarn", 3, [4.0]],
 }
 PLACES = [((key,), judge) for key, judge in KEYS.items()] + [
