@@ -120,13 +120,15 @@ def record(
     from eagle_trace.selection import Selection, parse_bytes
 
     _refuse(out.startswith("memory:"), "memory:// ends with this process: give --out a folder, or a URL that lasts")
-    selection = Selection.parse(sites=sites, roots=roots, steps=only_steps, prompts=only_prompts)
-    common: dict[str, Any] = {
-        "prompts": prompts, "out": as_place(out), "level": level.value, "force": force, "selection": selection,
-        "argv": tuple(without_secrets(sys.argv)),
+    kept = {
+        "level": level.value, "max_bytes": parse_bytes(max_bytes) if max_bytes else None,
+        "keep_cuda_graphs": keep_cuda_graphs, "seconds": seconds,
+        "selection": Selection.parse(sites=sites, roots=roots, steps=only_steps, prompts=only_prompts),
+    }  # fmt: skip
+    common: dict[str, Any] = kept | {
+        "prompts": prompts, "out": as_place(out), "force": force, "argv": tuple(without_secrets(sys.argv)),
     }  # fmt: skip
     asking = {"max_new_tokens": max_new_tokens, "batch_size": batch_size, "temperature": temperature}
-    budget = parse_bytes(max_bytes) if max_bytes and attach is None else None
     if attach is not None:
         _refuse(mode is Mode.train, "--attach belongs to record --mode serve")
         _refuse(bool(target or draft or command), "a server at --attach has its target, draft and arguments already")
@@ -135,7 +137,7 @@ def record(
         run: Callable[..., Place] = partial(run_attached, host=host)
         common |= asking | {
             "url": attach, "api_key": api_key, "admin_api_key": admin_api_key, "timeout": timeout, "match": match,
-            "sample": sample, "seconds": seconds, "max_bytes": max_bytes, "keep_cuda_graphs": keep_cuda_graphs,
+            "sample": sample,
         }  # fmt: skip
         if requests is not None:
             common["requests"] = requests
@@ -145,9 +147,8 @@ def record(
         _refuse(replay is not None or features is not None, "--replay and --features belong to record --mode train")
         run = _recorder(mode, host, draft)
         common |= asking | {
-            "target": target, "draft": draft, "dtype": dtype, "device": device, "max_bytes": budget,
-            "steps": 3 if steps is None else steps, "topk": topk, "draft_tokens": draft_tokens,
-            "keep_cuda_graphs": keep_cuda_graphs, "host_args": tuple(command or ()),
+            "target": target, "draft": draft, "dtype": dtype, "device": device, "topk": topk,
+            "steps": 3 if steps is None else steps, "draft_tokens": draft_tokens, "host_args": tuple(command or ()),
         }  # fmt: skip
     else:
         if command:
@@ -157,17 +158,14 @@ def record(
                 "a training command after -- brings its own draft, target and data: --draft, --target, --prompts, "
                 "--replay, --features and --steps do not go with it",
             )
-            _record_command(
-                command, out=out, batches=batches, level=level.value, selection=selection, force=force,
-                max_bytes=budget,
-            )  # fmt: skip
+            _record_command(command, out=out, batches=batches, force=force, **kept)
         _refuse(draft is None, "record --mode train needs --draft")
         _refuse(
             (prompts is None) == (replay is None), "record --mode train needs exactly one of --prompts and --replay"
         )
         run = _recorder(mode, host, draft)
         common |= {
-            "target": target, "draft": draft, "dtype": dtype, "device": device, "max_bytes": budget,
+            "target": target, "draft": draft, "dtype": dtype, "device": device,
             "replay": None if replay is None else as_place(replay),
             "features": features or ("compute" if target else "serve"), "steps": steps,
         }  # fmt: skip

@@ -111,7 +111,7 @@ def arm(host: Host) -> Armed:
 
 
 def order_of(environment: Mapping[str, str]) -> Order | None:
-    """What the `VARIABLES` ask for; ``EAGLE_TRACE_REQUESTS=0`` to wait to be told.
+    """What the `variables` ask for; ``EAGLE_TRACE_REQUESTS=0`` to wait to be told.
 
     Returns:
         The recording to begin with, or None to wait.
