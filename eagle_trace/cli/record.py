@@ -115,7 +115,6 @@ def record(
     if env is not None:
         _record_there(env)
     from eagle_trace.manifest import without_secrets
-    from eagle_trace.output import is_sealed
     from eagle_trace.selection import Selection, parse_bytes
 
     _refuse(out.startswith("memory:"), "memory:// ends with this process: give --out a folder, or a URL that lasts")
@@ -144,20 +143,17 @@ def record(
         if target is None or draft is None or prompts is None:
             raise UsageError("record --mode serve needs --target, --draft, --prompts and --out, or --attach URL")
         _refuse(replay is not None or features is not None, "--replay and --features belong to record --mode train")
+        _refuse(seconds is not None, "--seconds belongs to --attach")
         run = _recorder(mode, host, draft)
         common |= asking | {
             "target": target, "draft": draft, "dtype": dtype, "device": device, "topk": topk,
             "steps": 3 if steps is None else steps, "draft_tokens": draft_tokens, "host_args": tuple(command or ()),
         }  # fmt: skip
     else:
+        _refuse(seconds is not None or keep_cuda_graphs, "--seconds and --keep-cuda-graphs belong to --mode serve")
         if command:
             own = (draft, target, prompts, replay, features, steps)
-            _refuse(
-                any(one is not None for one in own),
-                "a training command after -- brings its own draft, target and data: --draft, --target, --prompts, "
-                "--replay, --features and --steps do not go with it",
-            )
-            _record_command(command, out=out, batches=batches, force=force, **kept)
+            _record_command(command, own, out=out, batches=batches, force=force, **kept)
         _refuse(draft is None, "record --mode train needs --draft")
         _refuse(
             (prompts is None) == (replay is None), "record --mode train needs exactly one of --prompts and --replay"
@@ -169,16 +165,23 @@ def record(
             "features": features or ("compute" if target else "serve"), "steps": steps,
         }  # fmt: skip
 
-    with Progress(quiet) as progress:
-        try:
-            path = run(**common, progress=progress)
-        except KeyboardInterrupt as error:
-            if not is_sealed(common["out"]):
-                error.add_note("nothing was sealed")
-            raise
+    path = _run(run, common, quiet=quiet)
     typer.echo(printable(f"Wrote {path}"))
     _say_early(path)
     typer.echo(printable(next_line(_next_command(mode, path, replay, target)), keep="\n"))
+
+
+def _run(run: Callable[..., Place], options: dict[str, Any], *, quiet: bool) -> Place:
+    """Record, and say of an interruption what it leaves; a server that runs already says that itself."""
+    from eagle_trace.output import is_sealed
+
+    with Progress(quiet) as progress:
+        try:
+            return run(**options, progress=progress)
+        except KeyboardInterrupt as error:
+            if "url" not in options and not is_sealed(options["out"]):
+                error.add_note("nothing was sealed")
+            raise
 
 
 def _recorder(mode: Mode, host: str | None, draft: Path | None) -> Callable[..., Place]:
@@ -213,8 +216,13 @@ def _refuse(wrong: bool, sentence: str) -> None:
         raise UsageError(sentence)
 
 
-def _record_command(command: list[str], *, out: str, **options: Any) -> NoReturn:
-    """Run and record a training command; leave with its exit status."""
+def _record_command(command: list[str], own: tuple[object, ...], *, out: str, **options: Any) -> NoReturn:
+    """Run and record a training command, which has options of its `own`; leave with its exit status."""
+    _refuse(
+        any(one is not None for one in own),
+        "a training command after -- brings its own draft, target and data: --draft, --target, --prompts, "
+        "--replay, --features and --steps do not go with it",
+    )
     from eagle_trace_training.command import record_command
 
     recorded = record_command(command, out=as_place(out), **options)
