@@ -154,12 +154,18 @@ def record(
         if command:
             own = (draft, target, prompts, replay, features, steps)
             _record_command(command, own, out=out, batches=batches, force=force, **kept)
-        _refuse(draft is None, "record --mode train needs --draft")
+        if draft is None:
+            raise UsageError("record --mode train needs --draft")
         _refuse(
             (prompts is None) == (replay is None), "record --mode train needs exactly one of --prompts and --replay"
         )
-        run = _recorder(mode, host, draft)
+        from eagle_trace.jobs.chosen import chosen
+        from eagle_trace.recording.hosts import find_host
+
+        trainer = find_host("trainer", host, draft=draft)
+        run = trainer.record
         common |= {
+            "chosen": chosen(trainer, draft, named=host is not None),
             "target": target, "draft": draft, "dtype": dtype, "device": device,
             "replay": None if replay is None else as_place(replay),
             "features": features or ("compute" if target else "serve"), "steps": steps,

@@ -49,6 +49,9 @@ def test_the_wheel_holds_all_packages_and_no_tests(wheel: list[str]) -> None:
     "file",
     [
         "eagle_trace/py.typed",
+        "eagle_trace_analysis/report/templates/report.html",
+        "eagle_trace_analysis/report/templates/body.html",
+        "eagle_trace_analysis/report/assets/report.css",
         "eagle_trace/demo/prompts.jsonl",
         "eagle_trace/demo/models/target/model.safetensors",
         "eagle_trace/demo/models/draft/model.safetensors",
