@@ -120,7 +120,7 @@ WantedBody: Any = create_model(
 )
 
 
-class StartBody(WantedBody):  # type: ignore[misc]
+class StartBody(WantedBody):
     """What to record; names and meaning as on the command line.
 
     `named` takes exactly these requests: ``{request id: [prompt number, prompt key]}``.

@@ -69,8 +69,8 @@ def record_command(
         out = out.absolute()
     prepare_output(out, force=force)
     search = os.pathsep.join([str(SHIM), *filter(None, [os.environ.get("PYTHONPATH")])])
-    kept = f"{arm.PREFIX}MAX_WAIT"
-    inherited = {name: value for name, value in os.environ.items() if name == kept or not name.startswith(arm.PREFIX)}
+    stays = f"{arm.PREFIX}MAX_WAIT"
+    inherited = {name: value for name, value in os.environ.items() if name == stays or not name.startswith(arm.PREFIX)}
     told = arm.environment(wanted, out=out, batches=batches, first_token=first_token)
     environment = inherited | told | {"PYTHONPATH": search}
     started: list[subprocess.Popen[bytes]] = []
