@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 
 from eagle_trace.capture import DTYPES, Array, row_statistics
 from eagle_trace.errors import TraceError
-from eagle_trace.sitedata import PartFile, SiteData, read_statistics
+from eagle_trace.partfile import PartFile
+from eagle_trace.sitedata import SiteData, read_statistics
 from eagle_trace.sketch import buckets, sketch, stored_dtype, unscale
 
 CACHE_BYTES = 256 << 20
@@ -121,7 +122,7 @@ class SketchReader:
         # the sketch of a shard is that of its whole row with the other parts 0, so that they add up
         shards = data.shards or (data,)
         self._stored = [] if data.has_values else [_Sketches(one, self.width, cache_bytes) for one in shards]
-        self._norms = [] if data.has_values else [read_statistics(one).norm for one in shards]
+        self._norms = [] if data.has_values else [read_statistics(one).norm for one in data.shards] or [self._norm]
         self._orders = data.orders or (None,)
 
     def take(self, index: NDArray[np.integer]) -> NDArray[np.float32]:

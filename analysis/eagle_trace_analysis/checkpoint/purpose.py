@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from eagle_trace.checkpoints import class_names, read_config
-from eagle_trace.errors import CheckpointError, OutputExistsError
+from eagle_trace.errors import CheckpointError, UsageError
 from eagle_trace_analysis.checkpoint.export import export
 from eagle_trace_analysis.checkpoint.origin import is_state_folder
 from eagle_trace_analysis.checkpoint.own_reference import translate
@@ -98,6 +99,36 @@ def purpose_of_export(draft: Path) -> Purpose:
     return Purpose(engine, f"{ready.engine.TITLE} loads {draft} as it is")
 
 
+def refuse_swapped(trained: tuple[str, Path | None], deployed: tuple[str, Path | None], servers: Iterable[str]) -> None:
+    """Refuse two folders of a draft of which each is in the other's format.
+
+    Nothing is said where that may be meant: a server that loads a trainer's format as it is, a trainer that writes the
+    flat one, a folder that cannot be read (whoever opens it says so).
+
+    Args:
+        trained, deployed: how each is given (``--trained``), and the folder.
+        servers: what is to load the deployed one, by name.
+
+    Raises:
+        UsageError: the deployed one is in a trainer's format that none of the servers loads, the trained one in none.
+    """
+    (trained_as, trained_folder), (deployed_as, deployed_folder) = trained, deployed
+    if trained_folder is None or deployed_folder is None:
+        return
+    try:
+        formats = [trainer_of(read_config(folder)) for folder in (trained_folder, deployed_folder)]
+    except CheckpointError:
+        return
+    engines = [ENGINES[name] for name in servers if name in ENGINES]
+    format = formats[1]
+    if formats[0] is None and format is not None and not any(format.NAME in engine.READS for engine in engines):
+        titles = " or ".join(engine.TITLE for engine in engines) or "a server"
+        raise UsageError(
+            f"{deployed_as} {deployed_folder} is in {format.NAME} format, which {titles} does not load, and "
+            f"{trained_as} {trained_folder} is in a server's: were they meant the other way round?"
+        )
+
+
 def write_for(engine: Engine, draft: Path, out: Path, *, target: Path | None = None, force: bool = False) -> list[str]:
     """Write a draft as an engine loads it: one that was trained (`export`), or one in another engine's flat format.
 
@@ -117,7 +148,5 @@ def write_for(engine: Engine, draft: Path, out: Path, *, target: Path | None = N
             f"{draft} is in {purpose_of(draft).engine.TITLE}'s format: give --target, by whose class its layer ids are "
             "read"
         )
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise OutputExistsError(f"{out} exists: choose another folder")
-    translate(draft, out, target=target)
+    translate(draft, out, target=target, force=force)
     return []

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from eagle_trace_analysis.checkpoint.d2t import differ_by_padding
+from eagle_trace.checkpoints import differ_by_padding
 from eagle_trace_analysis.checkpoint.files import DTYPE_NAMES, StoredTensor, stored_dtype
 from eagle_trace_analysis.checkpoint.finding import Finding, failed, passed, skipped, warned
 from eagle_trace_analysis.checkpoint.quantised import is_packed, spoken_for

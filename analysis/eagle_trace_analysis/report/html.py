@@ -12,6 +12,7 @@ from typing import Any
 
 from eagle_trace import __version__
 from eagle_trace.errors import EagleTraceError, UsageError
+from eagle_trace.extras import way_to
 from eagle_trace.reader import Trace
 from eagle_trace_analysis import plots
 from eagle_trace_analysis.comparison.result import Diff
@@ -20,7 +21,7 @@ from eagle_trace_analysis.plots import style
 from eagle_trace_analysis.report import sections
 from eagle_trace_analysis.report.fill import fill
 
-NEEDS_PLOTLY = "the HTML report needs plotly: pip install 'eagle-trace[notebook]'"
+NEEDS_PLOTLY = f"the HTML report needs plotly: {way_to('notebook')}"
 
 
 def require_plotly() -> None:

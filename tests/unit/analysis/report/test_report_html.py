@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from eagle_trace.cli.main import app
+from eagle_trace.extras import way_to
 from eagle_trace.printable import printable
 from eagle_trace.reader import open_trace
 from eagle_trace_analysis import Diff, diff
@@ -322,7 +323,7 @@ def test_without_plotly_one_sentence_says_what_to_install(tmp_path: Path, monkey
     monkeypatch.setitem(sys.modules, "plotly", None)
     done = run("--out", str(tmp_path / "report.html"))
     assert done.exit_code == 2
-    assert "pip install 'eagle-trace[notebook]'" in done.output
+    assert way_to("notebook") in done.output
     assert not (tmp_path / "report.html").exists()
 
 
