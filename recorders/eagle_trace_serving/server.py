@@ -46,6 +46,15 @@ def has_cuda() -> bool:
     return subprocess.run([sys.executable, "-c", probe], check=False, capture_output=True).returncode == 0
 
 
+def resolve_device(device: str) -> str:
+    """``cpu`` or ``cuda`` for ``auto``; raises HostError for CUDA that is not there, at which a server would fail."""
+    if device == "auto":
+        return "cuda" if has_cuda() else "cpu"
+    if device == "cuda" and not has_cuda():
+        raise HostError("there is no CUDA device here: use --device cpu")
+    return device
+
+
 class Server:
     """A running server. A context manager: on leaving, every process of it is gone.
 
@@ -57,7 +66,7 @@ class Server:
 
     Raises:
         UsageError, CheckpointError: the options do not make sense.
-        HostError: the program cannot be recorded.
+        HostError: the program cannot be recorded, or there is no device of the kind asked for.
     """
 
     def __init__(
@@ -71,8 +80,7 @@ class Server:
         self._host: ServingHost = host or find_host("server")
         options.check()
         self._host.check(options)
-        device = options.device if options.device != "auto" else ("cuda" if has_cuda() else "cpu")
-        self._options = replace(options, device=device)
+        self._options = replace(options, device=resolve_device(options.device))
         self._progress = progress
         self._target_config = read_config(options.target)
         self._process = ServerProcess(

@@ -13,6 +13,7 @@ from eagle_trace.recording.arrays import to_array
 from eagle_trace.recording.hooks import Hooks
 from eagle_trace.recording.names import FUSED, FUSED_ON_LOAD, MAPS, canonical_name, fills, latent_filled
 from eagle_trace.writer import TraceWriter
+from eagle_trace_serving.cached import cached_as
 from eagle_trace_serving.host import Facts
 from eagle_trace_serving.orders import Order
 from eagle_trace_serving.recorder import Tell
@@ -69,7 +70,7 @@ class SGLangDraft:
                 "topk": int(worker.topk),
                 "draft_tokens": int(worker.speculative_num_draft_tokens),
                 "prefix_cache": not get_memory().disable_radix_cache,
-                **_cached_as(target, runner),
+                **cached_as(*(getattr(one, "kv_cache_dtype", None) for one in (target, runner))),
             },
             vocab_size=int(target.model_config.vocab_size),
             context_length=int(target.model_config.context_len),
@@ -157,10 +158,3 @@ def _watch_branches(hooks: Hooks, tell: Tell) -> None:
         tell(lambda recording: recording.chosen(result[0], *parents_of(result[3], int(args[0]), int(args[5]))))
 
     hooks.wrap(eagle_worker_v2, "select_top_k_tokens", chosen)
-
-
-def _cached_as(target: Any, draft: Any) -> dict[str, str]:
-    """In which dtype both keep their keys and values, as far as the model runners say so."""
-    held = [str(getattr(runner, "kv_cache_dtype", "")).removeprefix("torch.") for runner in (target, draft)]
-    told = {"kv_cache_dtype": held[0], "draft_kv_cache_dtype": held[1] if held[1] != held[0] else ""}
-    return {name: dtype for name, dtype in told.items() if dtype}

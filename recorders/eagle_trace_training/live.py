@@ -102,23 +102,6 @@ def recording(
     return Recording(host.live(model), options)
 
 
-class _GuardedHooks(Hooks):
-    """Hooks whose functions are passed through `guard` first."""
-
-    def __init__(self, guard: Callable[[Callable[..., None]], Callable[..., None]]) -> None:
-        super().__init__()
-        self._guard = guard
-
-    def after(self, module: Any, function: Callable[[Any, tuple[Any, ...], Any], None]) -> None:
-        super().after(module, self._guard(function))
-
-    def before(self, module: Any, function: Callable[[Any, tuple[Any, ...], dict[str, Any]], None]) -> None:
-        super().before(module, self._guard(function))
-
-    def wrap(self, owner: Any, name: str, observe: Callable[[Any, tuple[Any, ...], dict[str, Any]], None]) -> None:
-        super().wrap(owner, name, self._guard(observe))
-
-
 class Recording:
     """A recording of a model that trains; a context manager, made by `recording`.
 
@@ -137,7 +120,7 @@ class Recording:
         self._taker: BatchTaker | None = None
         self.done = True
         self.failure: BaseException | None = None
-        self._hooks = _GuardedHooks(self._guarded)
+        self._hooks = Hooks(self._guarded)
         self._versions: list[int] | None = None
         self._moved = False
         self._sealer: threading.Thread | None = None

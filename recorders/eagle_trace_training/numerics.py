@@ -12,7 +12,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 from transformers.utils import logging as hf_logging
 
-from eagle_trace.errors import HostError, UsageError
+from eagle_trace.errors import UsageError
+from eagle_trace.recording.device import device_for
 
 DTYPES = {
     "float32": torch.float32,
@@ -84,13 +85,7 @@ def raise_dtype(model: Any, dtype: str) -> Any:
 
 def resolve_device(device: str) -> str:
     """``cpu`` or ``cuda`` for ``auto``; raises HostError for CUDA that is not there, UsageError for other devices."""
-    if device not in ("auto", "cpu", "cuda"):
-        raise UsageError(f"--device must be auto, cpu or cuda, not {device!r}")
-    if device == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cuda" and not torch.cuda.is_available():
-        raise HostError("there is no CUDA device here: use --device cpu")
-    return device
+    return device_for(device, torch.cuda.is_available)
 
 
 def check_dtype(dtype: str) -> str:

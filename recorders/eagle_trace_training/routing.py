@@ -194,7 +194,7 @@ class _TopK(TorchFunctionMode):
 
 
 def expert_count(experts: Any) -> int:
-    """How many experts a module called ``experts`` holds: one module each, or stacked weights; 0 if it cannot be told."""
+    """How many experts a module called ``experts`` holds, one module each or as stacked weights; 0 if unknown."""
     if isinstance(experts, torch.nn.ModuleList):
         return len(experts)
     stacked = [one.shape[0] for one in getattr(experts, "parameters", list)() if one.dim() >= 2]

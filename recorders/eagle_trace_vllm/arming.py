@@ -7,7 +7,7 @@ import sys
 from typing import Any
 
 from eagle_trace_serving import attached
-from eagle_trace_vllm.releases import check_release, installed
+from eagle_trace_vllm.releases import RELEASES, check_release
 
 ENGINE = "vllm.v1.engine.async_llm"
 
@@ -20,7 +20,7 @@ def arm() -> None:
     """
     from eagle_trace_vllm.host import HOST
 
-    check_release("cpu" if "cpu" in installed()[0] else "cuda")
+    check_release("cpu" if "cpu" in RELEASES.installed()[0] else "cuda")
     armed = attached.arm(HOST)
     _when_serving(lambda app: _serve(app, armed))
 

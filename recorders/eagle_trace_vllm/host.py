@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from eagle_trace_serving.program import ServerProgram
-
-if TYPE_CHECKING:
-    from eagle_trace_serving.host import ServerOptions
 
 
 class VLLM(ServerProgram):
@@ -26,12 +22,6 @@ class VLLM(ServerProgram):
     def takes(self, draft: Path) -> bool:
         """It reads what speculators saved as well as the flat format."""
         return draft.is_dir()
-
-    def check(self, options: ServerOptions) -> None:
-        """Refuse what cannot work before anything starts."""
-        from eagle_trace_vllm.deployment import check
-
-        check(options)
 
 
 HOST = VLLM()

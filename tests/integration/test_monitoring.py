@@ -33,7 +33,8 @@ from speculators.train.logger import setup_metric_logger
 from eagle_trace import Trace, monitor
 from eagle_trace.demo import prompts_file
 from eagle_trace.errors import EagleTraceError
-from eagle_trace.jobs.monitoring import NOWHERE, Look, Monitoring
+from eagle_trace.jobs.looks import NOWHERE, Look
+from eagle_trace.jobs.monitoring import Monitoring
 from eagle_trace.monitor import monitoring
 from eagle_trace_analysis import diff
 from eagle_trace_training.session import Session

@@ -1,37 +1,108 @@
-"""Every cause known, one checkable hypothesis each (docs/causes.md lists them in words)."""
+"""Every cause known, one checkable hypothesis each (docs/causes.md lists them in words).
+
+A cause stands in the file of its name. Where several are the outcomes of one test they share a file, which has the name
+that theirs begin with: `layer_ids`, `lm_head`, `d2t`.
+"""
 
 from __future__ import annotations
 
 from eagle_trace_analysis.causes import (
-    attention,
-    benign,
-    carried,
+    batch_variance,
+    carry_norm,
+    carry_of_another_row,
+    chunk_end_token,
     d2t,
-    embedding,
-    fed,
-    fed_tokens,
-    head,
+    embedding_replaced,
+    fc_norm_ignored,
+    features_degenerate,
+    features_normed,
+    features_permuted,
+    features_without_residual,
+    head_norm,
+    input_shift,
+    kv_cached_prefix,
+    kv_length,
+    kv_not_refreshed,
+    kv_rows_missing,
+    kv_slot_of_another_step,
     layer_ids,
+    lm_head,
+    max_position,
+    metric,
     nonfinite,
-    norms,
-    parallel,
-    parameters,
-    positions,
-    qkv,
-    residual,
-    rope,
+    norm_eps,
+    norm_offset,
+    position_offset,
+    positions_wrong,
+    qkv_order,
+    residual_norm,
+    rope_layout,
+    rope_tables,
+    rope_theta,
     router_tipped,
-    slots,
-    target,
-    tokens,
-    weights,
+    single_layer_features,
+    sliding_window,
+    softmax_scale,
+    target_differs,
+    tokens_differ,
+    tokens_fed_wrongly,
+    tp_shard,
+    verify_rejects,
+    weights_differ,
+    weights_dropped,
+    weights_missing,
 )
 from eagle_trace_analysis.causes.base import Cause, Outcome
 
-_MODULES = (tokens, fed_tokens, positions, fed, residual, layer_ids, router_tipped, target, parameters, weights, head, embedding, d2t,
-            norms, rope, qkv, carried, attention, slots, parallel, nonfinite, benign)  # fmt: skip
-
-#: by name
-REGISTRY: dict[str, Cause] = {cause.name: cause for module in _MODULES for cause in module.CAUSES}
+#: by name, in the order in which they look
+REGISTRY: dict[str, Cause] = {
+    cause.name: cause
+    for cause in (
+        tokens_differ.CAUSE,
+        input_shift.CAUSE,
+        chunk_end_token.CAUSE,
+        tokens_fed_wrongly.CAUSE,
+        positions_wrong.CAUSE,
+        single_layer_features.CAUSE,
+        features_permuted.CAUSE,
+        features_degenerate.CAUSE,
+        features_normed.CAUSE,
+        features_without_residual.CAUSE,
+        *layer_ids.CAUSES,
+        router_tipped.CAUSE,
+        target_differs.CAUSE,
+        weights_dropped.CAUSE,
+        weights_missing.CAUSE,
+        weights_differ.CAUSE,
+        *lm_head.CAUSES,
+        embedding_replaced.CAUSE,
+        *d2t.CAUSES,
+        residual_norm.CAUSE,
+        fc_norm_ignored.CAUSE,
+        carry_norm.CAUSE,
+        head_norm.CAUSE,
+        norm_eps.CAUSE,
+        norm_offset.CAUSE,
+        rope_theta.CAUSE,
+        rope_layout.CAUSE,
+        rope_tables.CAUSE,
+        max_position.CAUSE,
+        qkv_order.CAUSE,
+        carry_of_another_row.CAUSE,
+        kv_slot_of_another_step.CAUSE,
+        softmax_scale.CAUSE,
+        sliding_window.CAUSE,
+        kv_not_refreshed.CAUSE,
+        kv_cached_prefix.CAUSE,
+        kv_rows_missing.CAUSE,
+        kv_length.CAUSE,
+        tp_shard.CAUSE,
+        nonfinite.CAUSE,
+        batch_variance.CAUSE,
+        position_offset.CAUSE,
+        metric.CAUSE,
+        verify_rejects.CAUSE,
+    )
+}
 
 __all__ = ["REGISTRY", "Cause", "Outcome"]

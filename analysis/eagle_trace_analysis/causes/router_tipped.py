@@ -7,8 +7,8 @@ from eagle_trace_analysis.comparison.tipped import TIPS
 from eagle_trace_analysis.evidence.context import Context
 
 FIX = (
-    "nothing is wrong with the draft: hold it against the server's own features (record --mode train --features serve), "
-    "or record both sides in float32"
+    "nothing is wrong with the draft: hold it against the server's own features (record --mode train --features "
+    "serve), or record both sides in float32"
 )
 
 
@@ -43,17 +43,15 @@ def _of_no_rows(context: Context) -> Outcome:
     return ruled_out("the target's features agree row by row")
 
 
-CAUSES = (
-    Cause(
-        "router-tipped",
-        "Single rows of the features of a target with experts are far off, and all others agree.",
-        "The recorder's figures of every router below the features: in each row that differs two scores were at most "
-        f"{TIPS:g} times as far apart as rounding moves them, by the target in the next higher precision. Rows with clear "
-        "scores, or more rows than rounding tips, rule it out. Confirmed only where most rows are concerned: otherwise "
-        "they are left out with a note, and the rest decides.",
-        "Nothing to fix: compare with --features serve, or both sides in float32.",
-        ("target.hidden.0",),
-        check,
-        of_training=True,
-    ),
+CAUSE = Cause(
+    "router-tipped",
+    "Single rows of the features of a target with experts are far off, and all others agree.",
+    "The recorder's figures of every router below the features: in each row that differs two scores were at most "
+    f"{TIPS:g} times as far apart as rounding moves them, by the target in the next higher precision. Rows with clear "
+    "scores, or more rows than rounding tips, rule it out. Confirmed only where most rows are concerned: otherwise "
+    "they are left out with a note, and the rest decides.",
+    "Nothing to fix: compare with --features serve, or both sides in float32.",
+    ("target.hidden.0",),
+    check,
+    of_training=True,
 )

@@ -1,0 +1,41 @@
+"""A server that `record` starts: what is refused before anything of it runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from eagle_trace.demo import prompts_file
+from eagle_trace.errors import HostError
+from eagle_trace_serving import server
+from eagle_trace_sglang.host import HOST as SGLANG
+from eagle_trace_vllm.host import HOST as VLLM
+from tests.support import checkpoints as make
+
+
+@pytest.mark.parametrize("host", [SGLANG, VLLM], ids=lambda host: host.name)
+def test_a_gpu_that_is_not_there_is_refused_before_anything_starts(
+    host: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "has_cuda", lambda: False)
+    weights, out = {"x": np.ones(1, np.float32)}, tmp_path / "gpu.trace"
+    target = make.write_checkpoint(tmp_path / "target", make.decoder_config(2), weights)
+    draft = make.write_checkpoint(
+        tmp_path / "draft", make.decoder_config(1) | {"architectures": ["LlamaForCausalLMEagle3"]}, weights
+    )
+    said: list[str] = []
+    with pytest.raises(HostError, match="there is no CUDA device here") as caught:
+        host.record(
+            target=target, draft=draft, prompts=prompts_file(), out=out, device="cuda", progress=said.append
+        )  # fmt: skip
+    assert "\n" not in str(caught.value)
+    assert (said, out.exists(), caught.value.exit_status) == ([], False, 2)
+
+
+@pytest.mark.parametrize(("there", "device"), [(True, "cuda"), (False, "cpu")])
+def test_auto_takes_a_gpu_where_there_is_one(there: bool, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "has_cuda", lambda: there)
+    assert server.resolve_device("auto") == device
