@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -119,11 +120,11 @@ class Routing:
             return
         with Hooks() as hooks, _TopK(self._take):
             for number, block in self._blocks.items():
-                hooks.before(block, lambda _module, _args, _kwargs, number=number: self._enter(number))
-                hooks.after(block, lambda _module, _args, _output: self._enter(None))
+                hooks.before(block, partial(self._enter, number))
+                hooks.after(block, partial(self._enter, None))
             yield
 
-    def _enter(self, layer: int | None) -> None:
+    def _enter(self, layer: int | None, *_: Any) -> None:
         self._now = layer
 
     def _take(self, scores: Any, taken: int) -> None:
