@@ -48,10 +48,13 @@ def open_trace(path: str | Path, *, allow_partial: bool = False) -> Trace:
     """
     store = open_store(path)
     try:
-        sizes = store.sizes()
+        is_file = store.is_file()
+        sizes = {} if is_file else store.sizes()
         there = bool(sizes) or store.is_folder()
     except OSError as error:
         raise TraceError(f"cannot read {path}: {reason(error)}") from error
+    if is_file:
+        raise TraceNotFoundError(f"{path} is a file: a trace is the folder that `eagle-trace record` writes")
     if not there:
         raise TraceNotFoundError(f"{path} is not a trace: no such folder")
     manifests, sealed = read_manifests(store, sizes)

@@ -122,7 +122,7 @@ class SketchReader:
         # the sketch of a shard is that of its whole row with the other parts 0, so that they add up
         shards = data.shards or (data,)
         self._stored = [] if data.has_values else [_Sketches(one, self.width, cache_bytes) for one in shards]
-        self._norms = [] if data.has_values else [read_statistics(one).norm for one in shards]
+        self._norms = [] if data.has_values else [read_statistics(one).norm for one in data.shards] or [self._norm]
         self._orders = data.orders or (None,)
 
     def take(self, index: NDArray[np.integer]) -> NDArray[np.float32]:

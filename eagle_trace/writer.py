@@ -30,6 +30,8 @@ __all__ = ["Shard", "TraceWriter", "check_output", "prepare_output", "remove_emp
 QUEUE_BYTES = 256 << 20
 #: how old what is not on disk yet may get
 FLUSH_SECONDS = 5.0
+#: how long what is taken waits for more, so that the writer's thread and the host's rarely take turns
+LINGER_SECONDS = 1.0
 #: a call that was handed over in part is waited for: until the host has been silent for so long, or has not been
 #: silent for so long
 _QUIET_SECONDS, _CALL_SECONDS = 0.25, 2.0
@@ -95,7 +97,8 @@ class TraceWriter:
         self._guest = max_wait is not None and max_wait < float("inf")
         self._first_id = manifest.dp_rank * DP_STRIDE
         self._taken = 0
-        self._inbox = Inbox(QUEUE_BYTES, max_wait, GUEST_STALL_SECONDS if self._guest else STALL_SECONDS)
+        stall = GUEST_STALL_SECONDS if self._guest else STALL_SECONDS
+        self._inbox = Inbox(QUEUE_BYTES, max_wait, stall, linger=min(LINGER_SECONDS, FLUSH_SECONDS))
         self._seal = Seal(self._store, manifest)
         self._streams = Streams(self._store, manifest, self._first_id, self._inbox.beat)
         self._call: int | None = None
@@ -218,7 +221,7 @@ class TraceWriter:
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until all that was taken so far is in whole files: whether it is, within `timeout` seconds."""
         done = threading.Event()
-        self._inbox.put("flush", done, 0)
+        self._inbox.put("flush", done, 0, pressing=True)
         give_up = None if timeout is None else time.monotonic() + timeout
         while not done.wait(0.05):
             if not self._thread.is_alive() or (give_up is not None and time.monotonic() > give_up):

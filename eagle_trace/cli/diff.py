@@ -151,6 +151,10 @@ def diff(
     for folder in (train_draft, serve_draft, target):
         if folder is not None and not folder.is_dir():
             raise UsageError(f"{folder} is not a folder: give the folder of a checkpoint")
+    if train.side == "train" and serve.side == "serve":
+        from eagle_trace_analysis.checkpoint.purpose import refuse_swapped
+
+        refuse_swapped(("--train-draft", train_draft), ("--serve-draft", serve_draft), [serve.manifest.host])
     from eagle_trace_analysis.gate.compared import Compare
 
     with _executor(workers, scheduler) as executor:

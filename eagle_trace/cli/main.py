@@ -20,6 +20,7 @@ from eagle_trace.cli.demo import demo
 from eagle_trace.cli.diff import diff
 from eagle_trace.cli.export import export
 from eagle_trace.cli.record import record
+from eagle_trace.cli.said import say
 from eagle_trace.cli.show import show
 from eagle_trace.cli.tokens import tokens
 from eagle_trace.errors import EagleTraceError
@@ -49,7 +50,7 @@ class _Commands(TyperGroup):
         try:
             return super().invoke(ctx)
         except EagleTraceError as error:
-            typer.echo(f"eagle-trace: {printable(error, keep=LINES)}", err=True)
+            say(f"eagle-trace: {printable(error, keep=LINES)}", err=True)
             ctx.exit(error.exit_status)
         except Exception as error:
             if type(error).__module__.split(".")[0] in ("click", "typer") or (
@@ -60,7 +61,8 @@ class _Commands(TyperGroup):
             ctx.exit(BUG)
         except KeyboardInterrupt as error:
             terminated = isinstance(error, _Terminated)
-            typer.echo(f"eagle-trace: {'terminated' if terminated else 'interrupted'}; nothing was sealed", err=True)
+            words = ["terminated" if terminated else "interrupted", *getattr(error, "__notes__", ())]
+            say(f"eagle-trace: {printable('; '.join(words))}", err=True)
             ctx.exit(TERMINATED if terminated else INTERRUPTED)
 
 

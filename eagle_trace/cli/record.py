@@ -13,6 +13,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from eagle_trace.cli.progress import Progress
+from eagle_trace.cli.said import next_line, say
 from eagle_trace.errors import UsageError
 from eagle_trace.printable import printable
 from eagle_trace.store import Place, as_place
@@ -115,6 +116,7 @@ def record(
     if env is not None:
         _record_there(env)
     from eagle_trace.manifest import without_secrets
+    from eagle_trace.output import is_sealed
     from eagle_trace.selection import Selection, parse_bytes
 
     _refuse(out.startswith("memory:"), "memory:// ends with this process: give --out a folder, or a URL that lasts")
@@ -159,22 +161,33 @@ def record(
                 command, out=out, batches=batches, level=level.value, selection=selection, force=force,
                 max_bytes=budget,
             )  # fmt: skip
-        _refuse(draft is None, "record --mode train needs --draft")
+        if draft is None:
+            raise UsageError("record --mode train needs --draft")
         _refuse(
             (prompts is None) == (replay is None), "record --mode train needs exactly one of --prompts and --replay"
         )
-        run = _recorder(mode, host, draft)
+        from eagle_trace.jobs.chosen import chosen
+        from eagle_trace.recording.hosts import find_host
+
+        trainer = find_host("trainer", host, draft=draft)
+        run = trainer.record
         common |= {
+            "chosen": chosen(trainer, draft, named=host is not None),
             "target": target, "draft": draft, "dtype": dtype, "device": device, "max_bytes": budget,
             "replay": None if replay is None else as_place(replay),
             "features": features or ("compute" if target else "serve"), "steps": steps,
         }  # fmt: skip
 
     with Progress(quiet) as progress:
-        path = run(**common, progress=progress)
+        try:
+            path = run(**common, progress=progress)
+        except KeyboardInterrupt as error:
+            if not is_sealed(common["out"]):
+                error.add_note("nothing was sealed")
+            raise
     typer.echo(printable(f"Wrote {path}"))
     _say_early(path)
-    typer.echo(printable(_next_command(mode, path, replay, target)))
+    typer.echo(printable(next_line(_next_command(mode, path, replay, target)), keep="\n"))
 
 
 def _recorder(mode: Mode, host: str | None, draft: Path | None) -> Callable[..., Place]:
@@ -219,9 +232,9 @@ def _record_command(command: list[str], *, out: str, **options: Any) -> NoReturn
     if recorded.trace and not recorded.problem:
         _say_early(recorded.trace)
     if recorded.problem:
-        typer.echo(printable(f"eagle-trace: {recorded.problem}"), err=True)
+        say(printable(f"eagle-trace: {recorded.problem}"), err=True)
     elif recorded.trace:
-        typer.echo(f"Next: eagle-trace show {recorded.trace}", err=True)
+        typer.echo(next_line(f"eagle-trace show {recorded.trace}"), err=True)
     raise typer.Exit(recorded.status)
 
 
@@ -230,13 +243,13 @@ def _say_early(path: Place) -> None:
     from eagle_trace.reader import open_trace
 
     if early := open_trace(path).manifest.ended_early:
-        typer.echo(f"eagle-trace: {early}", err=True)
+        say(f"eagle-trace: {early}", err=True)
 
 
 def _next_command(mode: Mode, path: Place, replay: str | None, target: Path | None) -> str:
     if mode is Mode.serve:
         return (
-            f"Next: eagle-trace record --mode train --target {target or 'TARGET'} --draft SPECULATORS_DRAFT "
+            f"eagle-trace record --mode train --target {target or 'TARGET'} --draft SPECULATORS_DRAFT "
             f"--replay {path} --out train.trace"
         )
-    return f"Next: eagle-trace diff {path} {replay or 'SERVE_TRACE'}"
+    return f"eagle-trace diff {path} {replay or 'SERVE_TRACE'}"

@@ -132,7 +132,7 @@ class Monitoring:
             return self  # one rank looks; the parameters are the same in all of them
         watched = self.watched
         self._probe = Probe(
-            self.training.live, target=watched.target, features=watched.kind, level=watched.level,
+            self.training.host, self.training.live, target=watched.target, features=watched.kind, level=watched.level,
             device=watched.device, progress=lambda message: logger.debug("%s", message),
         )  # fmt: skip
         self._served = None if watched.runs else _open_served(watched.served)

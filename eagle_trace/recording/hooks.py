@@ -54,11 +54,12 @@ class Hooks:
         def restore() -> None:
             if had_own:
                 setattr(owner, name, original)
-            else:
+            elif name in vars(owner):
                 delattr(owner, name)
 
-        setattr(owner, name, value)
+        # before it is replaced: an interrupt may come in between
         self._undo.append(restore)
+        setattr(owner, name, value)
 
     def wrap(self, owner: Any, name: str, observe: Callable[[Any, tuple[Any, ...], dict[str, Any]], None]) -> None:
         """Call `observe(result, args, kwargs)` after each call of the function ``owner.name``."""
@@ -88,7 +89,11 @@ class Hooks:
         self._undo.append(undo)
 
     def remove(self) -> None:
-        """Take everything off, last hung first."""
-        undo, self._undo = self._undo, []
-        for one in reversed(undo):
-            one()
+        """Take everything off, last hung first; an interrupt, or one that fails, keeps none of the others on."""
+        while self._undo:
+            undo = self._undo.pop()
+            try:
+                undo()
+            except BaseException:
+                self.remove()
+                raise

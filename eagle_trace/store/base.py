@@ -125,6 +125,10 @@ class Store(ABC):
         """Whether there is such a folder."""
 
     @abstractmethod
+    def is_file(self) -> bool:
+        """Whether there is a file in the folder's place."""
+
+    @abstractmethod
     def make(self) -> None:
         """Make the folder if it is not there."""
 

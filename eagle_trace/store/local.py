@@ -52,6 +52,9 @@ class LocalStore(Store):
     def is_folder(self) -> bool:
         return self._root.is_dir()
 
+    def is_file(self) -> bool:
+        return self._root.is_file()
+
     def make(self) -> None:
         # what users asked is in it: nobody else enters the folder, until its owner says so with one chmod
         self._root.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)

@@ -50,6 +50,10 @@ class RemoteStore(Store):
     def is_folder(self) -> bool:
         return bool(self.sizes())
 
+    def is_file(self) -> bool:
+        with _plain_errors():
+            return bool(self._filesystem.isfile(self._root))
+
     def make(self) -> None:
         """Nothing: folders of object stores are there when something is in them."""
 

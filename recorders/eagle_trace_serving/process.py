@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import secrets
 import signal
 import socket
@@ -22,6 +23,8 @@ from eagle_trace_serving.folders import OwnFolder
 from eagle_trace_serving.host import Address, Launch
 
 LOG_LINES = 25
+#: how argparse ends a program that it does not understand the arguments of
+_WRONG_ARGUMENT = re.compile(r"\S+: error: ")
 #: how long a server may take to end by itself before it is killed
 STOP_SECONDS = 15.0
 #: how long after its connection broke a server is seen to be dead
@@ -102,7 +105,7 @@ class ServerProcess:
     def last_lines(self) -> str:
         """The end of what the server printed."""
         lines = self._log.read_text(encoding="utf-8", errors="replace").rstrip().splitlines()
-        return "\n".join(lines[-LOG_LINES:])
+        return "\n".join(_without_usage(lines)[-LOG_LINES:])
 
     def _died(self) -> NoReturn:
         raise HostError(
@@ -125,6 +128,16 @@ class ServerProcess:
                 member.kill()
         self._process.communicate()
         psutil.wait_procs(tree, timeout=5)
+
+
+def _without_usage(lines: list[str]) -> list[str]:
+    """What a program printed, without the usage that argparse puts in front of what is wrong with an argument."""
+    if not lines or not _WRONG_ARGUMENT.match(lines[-1]):
+        return lines
+    begun = next((at for at in reversed(range(len(lines))) if lines[at].startswith("usage: ")), None)
+    if begun is None or any(line[:1].strip() for line in lines[begun + 1 : -1]):
+        return lines
+    return [*lines[:begun], lines[-1]]
 
 
 def _reserved() -> socket.socket:

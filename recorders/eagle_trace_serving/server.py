@@ -13,15 +13,16 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from eagle_trace.checkpoints import read_config
-from eagle_trace.errors import HostError, PromptsError, RecordingError
+from eagle_trace.errors import EagleTraceError, HostError, PromptsError, RecordingError
 from eagle_trace.prompts import check_tokens, tokenize
 from eagle_trace.recording.hosts import find_host
 from eagle_trace.selection import EVERYTHING, Selection
 from eagle_trace.store import Place
+from eagle_trace.writer import prepare_output
 from eagle_trace_serving.client import Question, ask_all, begun
 from eagle_trace_serving.control import ARM_SECONDS
 from eagle_trace_serving.described import silent_recorder
@@ -33,6 +34,8 @@ from eagle_trace_serving.requests import Answers, Request, counts_of
 
 #: how often a server that starts is asked whether it is up
 POLL_SECONDS = 0.2
+#: how long whoever interrupts a recording waits for its seal
+KEEP_SECONDS = 30.0
 #: how often it is asked whether it still records, while it answers
 WATCH_SECONDS = 1.0
 
@@ -119,7 +122,7 @@ class Server:
         keep_cuda_graphs: bool = False,
         argv: Sequence[str] = (),
     ) -> Answers:
-        """Answer, and leave a sealed trace in the empty folder `out`."""
+        """Answer, and leave a sealed trace in the empty folder `out`; where it is interrupted, of the rows so far."""
         token_ids = self._tokens(request)
         launch = self._process.launch
         body = selection.to_text() | {
@@ -135,14 +138,29 @@ class Server:
         }
         with self._alive():
             self._remote.start(body)
-            self._progress(f"recording {len(request.prompts)} prompts")
-            answers = self._ask(request, token_ids, recording=True)
+            try:
+                self._progress(f"recording {len(request.prompts)} prompts")
+                answers = self._ask(request, token_ids, recording=True)
+            except KeyboardInterrupt as interrupt:
+                self._keep(out, interrupt)
+                raise
             ended = self._remote.finish({"server_counts": counts_of(answers)}, None).last
             if ended.outcome != "sealed":
                 words = [f"the recording failed, {self._host.title} did not: {ended.why}", ended.detail]
                 raise RecordingError("\n".join(part for part in words if part))
         self._progress(f"sealed {out}")
         return answers
+
+    def _keep(self, out: Place, interrupt: KeyboardInterrupt) -> None:
+        """Seal what was recorded up to here while the server still lives; where that is no row, nothing stays."""
+        try:
+            ended = begun(partial(self._remote.finish, {}, "record was interrupted")).result(KEEP_SECONDS).last
+        except (EagleTraceError, TimeoutError):
+            return  # the server is gone, or its disk hangs: what is whole there stays as it is
+        if ended.outcome == "sealed" and ended.rows:
+            interrupt.add_note(f"what was recorded up to here is sealed in {out}")
+        elif ended.outcome == "sealed":
+            prepare_output(out, force=True)
 
     def _wait_until_ready(self) -> None:
         """Wait until the recorder has reported (HostError if it never will)."""

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from eagle_trace.checkpoints import read_config
 from eagle_trace.errors import CheckpointError
+from eagle_trace.extras import way_to
 from eagle_trace_serving.program import ServerProgram
 
 
@@ -16,7 +17,7 @@ class SGLang(ServerProgram):
     title = "SGLang"
     module = "sglang"
     package = "eagle_trace_sglang"
-    install = "pip install 'eagle-trace[serve]'"
+    install = way_to("serve")
 
     def takes(self, draft: Path) -> bool:
         """Whether it is in the format that servers load."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from eagle_trace.extras import way_to
 from eagle_trace_serving.releases import Releases
 from eagle_trace_serving.sources import HookPoint, missing_names
 
@@ -61,7 +62,7 @@ RELEASES = Releases(
     title="SGLang",
     package="sglang",
     folder="srt",
-    install="pip install 'eagle-trace[serve]'",
+    install=way_to("serve"),
     tested=TESTED,
     hook_points=HOOK_POINTS,
     wrong_on_cpu=WRONG_ON_CPU,

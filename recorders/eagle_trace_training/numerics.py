@@ -83,6 +83,31 @@ def raise_dtype(model: Any, dtype: str) -> Any:
     return model
 
 
+def rounded_tables(exact: Any, cos: Any) -> str:
+    """What of a rotary table was rounded to bfloat16 before it was computed, as `Rope.rounded` has it in the analysis.
+
+    A model in bfloat16 has rounded frequencies, but the table that was built before; the first sequence that it is too
+    short for has it built anew, from them.
+
+    Args:
+        exact: the frequencies that the config asks for, float32 [n].
+        cos: the table, [..., rows, size].
+    """
+    exact = exact.to(cos.device)
+    rounded, rows = exact.bfloat16(), cos.shape[-2]
+    place = torch.arange(rows, device=cos.device)
+    angles = {
+        "": place.float()[:, None] * exact,
+        "frequencies": place.float()[:, None] * rounded.float(),
+        "angles": (place.bfloat16()[:, None] * rounded).float(),
+    }
+    table = cos.detach().float().reshape(rows, -1)[:, : len(exact)]
+    error = {name: float((table - angle.cos()).square().sum()) for name, angle in angles.items()}
+    best = min(error, key=error.__getitem__)
+    # where too few rows tell them apart, nothing is rounded
+    return best if error[best] < error[""] / 4 else ""
+
+
 def resolve_device(device: str) -> str:
     """``cpu`` or ``cuda`` for ``auto``; raises HostError for CUDA that is not there, UsageError for other devices."""
     return device_for(device, torch.cuda.is_available)

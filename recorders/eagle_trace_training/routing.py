@@ -124,7 +124,7 @@ class Routing:
                 hooks.after(block, partial(self._enter, None))
             yield
 
-    def _enter(self, layer: int | None, *_: Any) -> None:
+    def _enter(self, layer: int | None, *_of_forward: Any) -> None:
         self._now = layer
 
     def _take(self, scores: Any, taken: int) -> None:
@@ -195,7 +195,7 @@ class _TopK(TorchFunctionMode):
 
 
 def expert_count(experts: Any) -> int:
-    """How many experts a module called ``experts`` holds, one module each or as stacked weights; 0 if unknown."""
+    """How many experts a module called ``experts`` holds: one module each, or stacked; 0 if it cannot be told."""
     if isinstance(experts, torch.nn.ModuleList):
         return len(experts)
     stacked = [one.shape[0] for one in getattr(experts, "parameters", list)() if one.dim() >= 2]

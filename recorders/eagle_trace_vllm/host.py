@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from eagle_trace.extras import way_to
 from eagle_trace_serving.program import ServerProgram
 
 
@@ -15,9 +16,7 @@ class VLLM(ServerProgram):
     module = "vllm"
     package = "eagle_trace_vllm"
     # its pins and SGLang's exclude each other
-    install = (
-        "pip install 'eagle-trace[vllm]' in an environment of its own, and run this command there or with --env PYTHON"
-    )
+    install = f"{way_to('vllm')} in an environment of its own, and run this command there or with --env PYTHON"
 
     def takes(self, draft: Path) -> bool:
         """It reads what speculators saved as well as the flat format."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from eagle_trace.errors import HostError
+from eagle_trace.extras import way_to
 from eagle_trace_serving.releases import UNKNOWN, Releases
 from eagle_trace_serving.sources import HookPoint
 
@@ -31,8 +32,8 @@ RELEASES = Releases(
     title="vLLM",
     package="vllm",
     install=(
-        "it wants an environment of its own, in which eagle-trace is installed as well (pip install "
-        "'eagle-trace[vllm]'), and this command is run there"
+        f"it wants an environment of its own, in which eagle-trace is installed as well ({way_to('vllm')}), "
+        "and this command is run there"
     ),
     tested=TESTED,
     hook_points=HOOK_POINTS,

@@ -8,6 +8,7 @@ cache slot a position, so that a fault of the cache can be planted where it woul
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -64,6 +65,7 @@ class Doing:
         pick: makes the features out of all hidden states [L + 2, T, G]; width G instead of n G skips fc.
         summand: (hidden states, what was added last to each) -> what stands for the hidden states.
         window: tokens a row sees.
+        cached: the dtype that keys and values are rounded to in their slots.
         stale: extends leave the slots of accepted tokens as the draft steps left them.
         prefix: (roots not computed, factor on their cached keys).
         limit: positions from here on are not rotated.
@@ -99,6 +101,7 @@ class Doing:
     summand: Callable[[F64, F64], F64] | None = None
     window: int | None = None
     stale: bool = False
+    cached: type | None = None
     prefix: tuple[int, float] | None = None
     limit: int | None = None
     shift: int | Callable[[int, Path_, int], int] = 0
@@ -153,6 +156,8 @@ class Runner:
         self.done: dict[Key, dict[str, F64]] = {}
         self.batches: list[Batch] = []
         self.round = 0
+        #: sites whose rows later rows are made of
+        self.again = ("carry", "logits", "layer.0.attn.k_rope", self.VALUES)
 
     def run(self, keys: list[Key], *, server: bool, kept: frozenset[int] = frozenset()) -> None:
         """One forward over rows of one step; slots of `kept` positions are not overwritten."""
@@ -208,7 +213,7 @@ class Runner:
         out["carry"] = out["norm"] if do.norm_output else out[f"{at}.out"]
         keep("logits", final @ do.tensors["lm_head.weight"].T)
         for row, key in enumerate(keys):
-            self.done[key] = {site: values[row].astype(np.float64) for site, values in out.items()}
+            self.done[key] = {site: out[site][row].astype(np.float64) for site in self.again}
         self.batches.append(Batch(keys, fed, places, self.round, out))
 
     def projected(self, both: F64, places: list[int], keep: Keep, _norm: Norm) -> tuple[F64, F64, F64]:
@@ -245,7 +250,7 @@ class Runner:
         for row, (root, path) in enumerate(keys):
             if root + len(path) not in kept:
                 for place in (root + len(path), *self.do.slot(root, path)):
-                    self.slots[place] = k[row], v[row]
+                    self.slots[place] = self._cached(k[row]), self._cached(v[row])
         out = []
         for row, (root, path) in enumerate(keys):
             place = root + len(path)
@@ -261,6 +266,9 @@ class Runner:
             keys_seen, values_seen = (np.stack(part) for part in zip(*seen, strict=True))
             out.append(self.attended(q[row], keys_seen, values_seen))
         return np.stack(out)
+
+    def _cached(self, x: F64) -> F64:
+        return x if self.do.cached is None else x.astype(self.do.cached).astype(np.float64)
 
     def _empty(self) -> tuple[F64, F64]:
         width = self.kv_heads * self.size
@@ -396,9 +404,8 @@ def write_side(
             train_prompt(runner, sorted(wanted), prompt_tokens)
             if layers:
                 _put_layers(writer, number, states, branches, len(tokens) - 1)
-        for batch in runner.batches:
-            _put_batch(writer, runner, batch, number, calls, wanted)
-            calls += 1
+        _put_rows(writer, runner, number, calls, wanted)
+        calls += len(runner.batches)
         writer.put_record("prompts", {
             "prompt_id": number, "prompt_key": keys[number], "request_id": f"r{number}", "token_ids": list(tokens),
             "num_prompt_tokens": prompt_tokens, "text": "", "output_ids": list(tokens[prompt_tokens:]),
@@ -425,23 +432,38 @@ def _put_layers(writer: TraceWriter, number: int, states: F64, branches: F64, co
             })  # fmt: skip
 
 
-def _put_batch(writer: TraceWriter, runner: Runner, batch: Batch, number: int, call: int, wanted: set[Any]) -> None:
-    keys = batch.keys
-    rows = Rows.build(
-        prompt_id=[number] * len(keys), root=[root for root, _ in keys], step=[len(path) for _, path in keys],
-        token_id=batch.fed, position=batch.positions, call_id=call, round=batch.round,
-        path=[path for _, path in keys],
-    )  # fmt: skip
-    kept = np.array([not wanted or not path or (root, path) in wanted for root, path in keys])
-    at = np.flatnonzero(kept)
-    shapes = [{"site": s, "shape": list(v.shape), "dtype": runner.dtype} for s, v in batch.values.items()]
-    writer.put_record("calls", {
-        "call_id": call, "role": "draft", "mode": "EXTEND", "batch_size": 1, "tokens": len(keys), "shapes": shapes,
-    })  # fmt: skip
-    if at.size:
-        writer.put_rows(rows.take(at))
-        for site, values in batch.values.items():
-            writer.put_values(site, rows.take(at), np.ascontiguousarray(values[at]))
-    ids, logits, logprobs = best_ids(batch.values["logits"], TOPK)
+def _put_rows(writer: TraceWriter, runner: Runner, number: int, first_call: int, wanted: set[Any]) -> None:
+    """The rows of all calls for a prompt, handed over together: site by site, in the order of the calls."""
+    rows: list[Rows] = []
+    calls_of = defaultdict[str, list[int]](list)
+    kept: list[Any] = []
+    for call, batch in enumerate(runner.batches):
+        keys = batch.keys
+        rows.append(
+            Rows.build(
+                prompt_id=[number] * len(keys), root=[root for root, _ in keys], step=[len(path) for _, path in keys],
+                token_id=batch.fed, position=batch.positions, call_id=first_call + call, round=batch.round,
+                path=[path for _, path in keys],
+            )
+        )  # fmt: skip
+        kept.append(np.flatnonzero([not wanted or not path or (root, path) in wanted for root, path in keys]))
+        shapes = [{"site": s, "shape": list(v.shape), "dtype": runner.dtype} for s, v in batch.values.items()]
+        writer.put_record("calls", {
+            "call_id": first_call + call, "role": "draft", "mode": "EXTEND", "batch_size": 1, "tokens": len(keys),
+            "shapes": shapes,
+        })  # fmt: skip
+        for site in batch.values if kept[-1].size else ():
+            calls_of[site].append(call)
+    together: dict[tuple[int, ...], Rows] = {}
+    for site, calls in calls_of.items():
+        if tuple(calls) not in together:
+            together[tuple(calls)] = Rows.concatenate([rows[call].take(kept[call]) for call in calls])
+        of_site = together[tuple(calls)]
+        if site == "logits":
+            writer.put_rows(of_site)
+        writer.put_values(
+            site, of_site, np.concatenate([runner.batches[call].values[site][kept[call]] for call in calls])
+        )
+    ids, logits, logprobs = best_ids(np.concatenate([batch.values["logits"] for batch in runner.batches]), TOPK)
     offsets = runner.do.tensors["d2t"] if runner.do.d2t is None else runner.do.d2t
-    writer.put_topk(rows, ids, ids + offsets[ids], logits, logprobs)
+    writer.put_topk(Rows.concatenate(rows), ids, ids + offsets[ids], logits, logprobs)

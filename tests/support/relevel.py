@@ -16,7 +16,7 @@ from eagle_trace.writer import TraceWriter, prepare_output
 from eagle_trace_analysis import Diff, diff
 
 #: rows a call: not a divisor of what the writer gathers
-BATCH = 37
+BATCH = 97
 
 
 def at_level(trace: Trace, path: Path, level: str) -> Trace:

@@ -69,11 +69,11 @@ class TargetPair:
 
     def train(self, served: Trace) -> Trace:
         """Record speculators' forward on the tokens of a serve trace."""
-        from eagle_trace_speculators.record import record
+        from eagle_trace_speculators.host import HOST
 
         out = self.folder / f"train-{Path(str(served.path)).stem}.trace"
         return open_trace(
-            record(target=self.pair.target, draft=self.pair.draft, replay=served.path, out=out, device="cpu")
+            HOST.record(target=self.pair.target, draft=self.pair.draft, replay=served.path, out=out, device="cpu")
         )
 
     def diffed(self, served: Trace) -> Diff:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from eagle_trace.capture import DTYPES, Array, to_float32
+from eagle_trace.capture import DTYPES, Array, Statistics, to_float32
 from eagle_trace.reader import SiteData, SketchReader, Trace, ValueReader
 from eagle_trace_analysis.comparison.metrics import ANY_NUMBERS, Logits, Metrics, quantile, stats_error
 from eagle_trace_analysis.comparison.sums import Accumulator, Sums
@@ -42,6 +42,7 @@ class Compared:
         errors: rho of each of them, float64 [P].
         logits: what only logits have, of each of them; None for other sites.
         worst_rows: the rows of `worst` on both sides, [1, W] each, where they came by.
+        worst_statistics: the recorded statistics of `worst` on the train and the serve side, where they came by.
     """
 
     metrics: Metrics
@@ -50,6 +51,7 @@ class Compared:
     errors: NDArray[np.float64]
     logits: Logits | None = None
     worst_rows: WorstRows | None = None
+    worst_statistics: tuple[Statistics, Statistics] | None = None
 
 
 @dataclass(frozen=True)
@@ -334,5 +336,6 @@ def compare_statistics(part: Part) -> dict[int, Compared]:
             basis="stats",
         )
         worst = int(faulty.argmax()) if faulty.any() else int(rho[at].argmax())
-        found[int(step)] = Compared(metrics, int(at[worst]), at, rho[at])
+        row = at[[worst]]
+        found[int(step)] = Compared(metrics, int(row[0]), at, rho[at], worst_statistics=(y.take(row), x.take(row)))
     return found

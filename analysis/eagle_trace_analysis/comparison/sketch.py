@@ -17,7 +17,6 @@ A row of at most 64 elements is its own sketch: nothing is estimated there.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from math import sqrt
 from statistics import NormalDist
@@ -64,15 +63,17 @@ def compare_sketches(part: Part) -> dict[int, Compared]:
     """Compare a whole site by the sketches of its rows; both sides hold sketches or values, of one width."""
     left, right = part.train.data, part.serve.data
     y, x = (statistics_of(half.data, half.index) for half in (part.train, part.serve))
-    found = {}
+    before, after = (SiteReader([SketchReader(one) for one in data]) for data in (left, right))
+    width, found = left[0].width, {}
     for step in np.unique(part.step):
         at = np.flatnonzero(part.step == step)
         ys, xs = y.take(at), x.take(at)
-        total = _accumulate(left, right, part.train.index[at], part.serve.index[at])
+        total = _accumulate(before, after, width, part.train.index[at], part.serve.index[at])
         rho = estimated_rho(total, ys)
         faulty = (xs.nonfinite > 0) | (ys.nonfinite > 0)
         worst = int(faulty.argmax()) if faulty.any() else int(rho.argmax())
-        found[int(step)] = Compared(sketch_metrics(total, rho, xs, ys, left[0].width), int(at[worst]), at, rho)
+        metrics, row = sketch_metrics(total, rho, xs, ys, width), at[[worst]]
+        found[int(step)] = Compared(metrics, int(row[0]), at, rho, worst_statistics=(y.take(row), x.take(row)))
     return found
 
 
@@ -81,10 +82,9 @@ def estimated_rho(total: Sums, y: Statistics) -> Float64:
     return relative_error(total.error, y.norm**2)
 
 
-def _accumulate(left: Sequence[SiteData], right: Sequence[SiteData], train: Int, serve: Int) -> Sums:
-    total = Accumulator(buckets(left[0].width), len(train))
-    y, x = (SiteReader([SketchReader(one) for one in data]) for data in (left, right))
-    rows = max(1, CHUNK_BYTES // (4 * max(1, left[0].width)))
+def _accumulate(y: SiteReader, x: SiteReader, width: int, train: Int, serve: Int) -> Sums:
+    total = Accumulator(buckets(width), len(train))
+    rows = max(1, CHUNK_BYTES // (4 * max(1, width)))
     for start in range(0, len(train), rows):
         part = slice(start, start + rows)
         total.add(x.take(serve[part]), y.take(train[part]))

@@ -69,24 +69,34 @@ def statistics_of(data: Sequence[SiteData], index: Int) -> Statistics:
 
 
 def row_facts(
-    train: Trace, serve: Trace, site: str, pairs: Pairs, pair: int, rows: WorstRows | None = None
+    train: Trace,
+    serve: Trace,
+    site: str,
+    pairs: Pairs,
+    pair: int,
+    rows: WorstRows | None = None,
+    statistics: tuple[Statistics, Statistics] | None = None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Shape, dtype and statistics of one pair's rows; with values also the element that is furthest apart.
 
-    The values are read, unless `rows` has them.
+    The values are read, unless `rows` has them; so are recorded statistics, unless they are given.
     """
     facts, values = [], []
     kept = (None, None) if rows is None else (rows.train, rows.serve)
-    for trace, row, held in ((train, int(pairs.train[pair]), kept[0]), (serve, int(pairs.serve[pair]), kept[1])):
+    given = (None, None) if statistics is None else statistics
+    for trace, row, held, recorded in (
+        (train, int(pairs.train[pair]), kept[0], given[0]),
+        (serve, int(pairs.serve[pair]), kept[1], given[1]),
+    ):
         side = trace.site_data(site)
         number = int(np.searchsorted(np.cumsum([one.rows for one in side]), row, side="right"))
         data, local = side[number], row - sum(one.rows for one in side[:number])
         if data.has_values:
             values.append(ValueReader(data, 0).take(np.array([local])) if held is None else held)
-            statistics = row_statistics(values[-1])
+            known = row_statistics(values[-1])
         else:
-            statistics = statistics_of(side, np.array([row]))
-        facts.append({"shape": ["T", data.width], "dtype": data.dtype, **_plain(statistics)})
+            known = statistics_of(side, np.array([row])) if recorded is None else recorded
+        facts.append({"shape": ["T", data.width], "dtype": data.dtype, **_plain(known)})
     if len(values) == 2:
         y, x = (to_float32(one)[0].astype(np.float64) for one in values)
         with np.errstate(invalid="ignore"):

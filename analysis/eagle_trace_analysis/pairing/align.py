@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import cached_property
 
 import numpy as np
 import pandas as pd
@@ -122,8 +123,16 @@ class Alignment:
 
     def prompt_key(self, prompt_id: int) -> str:
         """Key of a prompt of the train side."""
+        return self._key_of[prompt_id]
+
+    @cached_property
+    def _key_of(self) -> dict[int, str]:
         frame = self.train.prompts
-        return str(frame["prompt_key"][frame["prompt_id"] == prompt_id].iloc[0])
+        # of a number that was given twice, the first counts
+        return {
+            int(number): str(key)
+            for number, key in zip(frame["prompt_id"][::-1], frame["prompt_key"][::-1], strict=True)
+        }
 
     def _match(self, train: Rows, serve: Rows) -> Pairs:
         for known in self._known:

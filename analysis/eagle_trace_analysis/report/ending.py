@@ -37,7 +37,7 @@ def ending(diff: Diff, answer: Sequence[Text], console: Console, next_command: s
         lines = [lines[0], *_cut(diff.incomparable, console, MOST_LINES - 6, indent=0), *lines[2:]]
     if (accept := accept_line(diff)) and diff.incomparable is None:
         lines.append(Text(accept))
-    last = [*_gate(diff, console), *([_next(next_command)] if next_command else [])]
+    last = [*_gate(diff, console), *(_next(next_command, console) if next_command else [])]
     if diff.diagnosis is not None:
         lines += _causes(diff.diagnosis, console, MOST_LINES - len(lines) - len(last), diff.verdict)
     return [*lines, *last]
@@ -134,9 +134,12 @@ def _gate(diff: Diff, console: Console) -> list[Text]:
     return [Text(f"gate: passed: {' and '.join(asked)}", style="bold green")]
 
 
-def _next(command: str) -> Text:
-    """The next command, which is never cut: it is there to be copied."""
-    return Text().append("next: ", style="bold").append(printable(command))
+def _next(command: str, console: Console) -> list[Text]:
+    """The next command, which is never cut: it is there to be copied. Too long a one has a line of its own."""
+    line = Text().append("next: ", style="bold").append(printable(command))
+    if line.cell_len <= console.width:
+        return [line]
+    return [Text("next:", style="bold"), Text(f"  {printable(command)}")]
 
 
 def next_command(diff: Diff, reference: Trace, other: Trace) -> str:

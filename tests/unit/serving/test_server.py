@@ -10,7 +10,7 @@ import pytest
 
 from eagle_trace.demo import prompts_file
 from eagle_trace.errors import HostError
-from eagle_trace_serving import server
+from eagle_trace_serving import process, server
 from eagle_trace_sglang.host import HOST as SGLANG
 from eagle_trace_vllm.host import HOST as VLLM
 from tests.support import checkpoints as make
@@ -39,3 +39,12 @@ def test_a_gpu_that_is_not_there_is_refused_before_anything_starts(
 def test_auto_takes_a_gpu_where_there_is_one(there: bool, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "has_cuda", lambda: there)
     assert server.resolve_device("auto") == device
+
+
+def test_of_a_wrong_argument_the_error_is_quoted_and_not_the_usage() -> None:
+    before = ["INFO: starting", "usage: launch [-h] [--model-path PATH]", "              [--port PORT]", ""]
+    error = "launch: error: unrecognized arguments: --porrt 1"
+    assert process._without_usage([*before, error]) == ["INFO: starting", error]
+    # what only looks like it stays
+    for lines in (before, [*before, "Traceback", error], ["no usage", error], []):
+        assert process._without_usage(lines) == lines

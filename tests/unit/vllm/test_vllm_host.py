@@ -15,8 +15,9 @@ import pytest
 from eagle_trace.errors import CheckpointError, EagleTraceError, HostError, UsageError
 from eagle_trace.prompts import Prompt
 from eagle_trace.recording import hosts
+from eagle_trace.recording.hooks import Hooks
 from eagle_trace_serving.access import DeniedError, Keys
-from eagle_trace_serving.cached import cached_as
+from eagle_trace_serving.facts import cached_as
 from eagle_trace_serving.host import Address, ServerOptions
 from eagle_trace_serving.releases import Releases
 from eagle_trace_serving.requests import Request
@@ -24,7 +25,8 @@ from eagle_trace_vllm import arming, plugin, releases
 from eagle_trace_vllm.asking import answers, ask, ask_all, request_id
 from eagle_trace_vllm.deployment import launch, speculation
 from eagle_trace_vllm.host import HOST
-from eagle_trace_vllm.recording import Asked
+from eagle_trace_vllm.requests import Asked
+from eagle_trace_vllm.runners import hook_runner
 from eagle_trace_vllm.worker import kept_in
 from tests.support.pairs import DRAFT, TARGET
 
@@ -236,7 +238,7 @@ def sampling(**given: Any) -> SimpleNamespace:
 def test_an_answer_is_cut_as_vllm_cuts_it(
     sampled: list[int], given: dict[str, Any], ended: bool, answer: list[int], reason: str | None
 ) -> None:
-    request = Asked("r", [1, 2, 3], sampling(**given), 10, sampled=sampled, ended=ended)
+    request = Asked("r", [1, 2, 3], 10, sampled=sampled, ended=ended, sampling=sampling(**given))
     assert (list(request.answer_ids), request.finish_reason) == (answer, reason)
 
 
@@ -279,3 +281,23 @@ def test_the_drafts_cache_is_told_where_it_is_another_one() -> None:
         "draft_kv_cache_dtype": "bfloat16",
     }
     assert cached_as(None, "") == {}
+
+
+def test_a_recording_that_begins_while_tokens_are_sampled_does_not_miss_what_was_asked_before() -> None:
+    runner: Any = SimpleNamespace(drafter=SimpleNamespace(propose=lambda: None), _sample=None)
+    told: list[Any] = []
+    recording: Any = SimpleNamespace(take_sampled=told.append)
+    begun = False
+
+    def while_it_goes_on(function: Callable[..., None]) -> Callable[..., None]:
+        return lambda *given: function(*given) if begun else None
+
+    def sample(_logits: Any) -> None:
+        nonlocal begun
+        begun = True
+
+    runner._sample = sample
+    with Hooks(while_it_goes_on) as hooks:
+        hook_runner(hooks, runner, recording)
+        runner._sample("logits")
+    assert (begun, told) == (True, [])

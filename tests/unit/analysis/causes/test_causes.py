@@ -62,6 +62,8 @@ IDS = {
     "sliding-window",
     "kv-not-refreshed",
     "kv-cached-prefix",
+    "kv-cache-dtype",
+    "router-tipped",
     "tp-shard",
     "nonfinite",
     "batch-variance",
@@ -89,6 +91,7 @@ def test_every_cause_that_can_be_confirmed_has_a_fault_here() -> None:
         "target-differs",
         "batch-variance",
         "position-offset",
+        "router-tipped",
         "weights-differ",
     } == IDS
 

@@ -1,12 +1,13 @@
-"""What vLLM's model runner tells a recording: its requests, what was sampled for them, and each proposal's forwards.
+"""A recording of a drafter that a server calls once per round, and that then drafts a chain by itself.
 
 One proposal is one call of the drafter: a first forward over the rows that the target has just computed, and then one
-row per request for each further draft token. Rows behind those that were accepted are leftovers of rejected tokens.
+row per request for each further draft token. Rows behind those that were accepted are leftovers of rejected tokens. The
+processes that run it are told of requests when they begin, and find out themselves what was sampled for them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,28 +16,27 @@ from numpy.typing import NDArray
 
 from eagle_trace_serving.batches import Batch
 from eagle_trace_serving.recording import Recording
-from eagle_trace_vllm.sites import BEFORE_FORWARD
 
 Ints = NDArray[np.int64]
+#: what was sampled for one request: its id, the tokens kept, the drafts verified, the target's choice behind each row
+Sampled = tuple[str, Sequence[int], Sequence[int], Sequence[int]]
 
 
 @dataclass
-class Asked:
-    """A request as vLLM announced it to its workers (`eagle_trace_serving.batches.ServedRequest`).
+class AnnouncedRequest:
+    """A request as a server announced it to the processes that run the draft (`batches.ServedRequest`).
 
     Attributes:
         rid: what its client calls it.
         prompt_ids: token ids.
-        sampling: vLLM's `SamplingParams`.
         longest: tokens that prompt and answer may have together.
         sampled: what was sampled while it was recorded; may go past the answer's end.
         computed: tokens of it that are computed when the step that goes on is done.
-        ended: whether vLLM let go of it.
+        ended: whether the server let go of it.
     """
 
     rid: str
     prompt_ids: Sequence[int]
-    sampling: Any
     longest: int
     sampled: list[int] = field(default_factory=list)
     computed: int = 0
@@ -46,30 +46,20 @@ class Asked:
     @property
     def answer_ids(self) -> Sequence[int]:
         """Tokens of its answer so far."""
-        return self._cut()[0]
+        return self.cut()[0]
 
     @property
     def finish_reason(self) -> str | None:
         """Why its answer ended; None as long as it goes on."""
-        return self._cut()[1]
+        return self.cut()[1]
 
     def text(self, _prompt_ids: list[int], _answer_ids: list[int]) -> str:
-        """Nothing: a worker has no tokenizer."""
+        """Nothing: there is no tokenizer where the draft runs."""
         return ""
 
-    def _cut(self) -> tuple[list[int], str | None]:
-        """Its answer, and why it ended: vLLM cuts it in another process, by the rules that are its own."""
-        said, sampling = list(self.sampled), self.sampling
-        stops = {sampling.eos_token_id, *(sampling.stop_token_ids or ())}
-        least = sampling.min_tokens or 0
-        end = next((n + 1 for n, token in enumerate(said) if token in stops and n + 1 > least), None)
-        most = min(sampling.max_tokens or self.longest, self.longest - len(self.prompt_ids))
-        if end is not None and end <= most:
-            return said[:end], "stop"
-        if len(said) >= most:
-            return said[:most], "length"
-        # by a text to stop at, which a worker does not see, or by whoever gave it up
-        return said, ("stop" if sampling.stop else "abort") if self.ended else None
+    def cut(self) -> tuple[list[int], str | None]:
+        """Its answer, and why it ended; None as long as it goes on. A server has rules of its own for that."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -99,15 +89,27 @@ class Proposal:
         return self.ends - self.lengths + self.kept - 1
 
 
-class VLLMRecording(Recording):
-    """A recording of vLLM's drafter."""
+class ChainRecording(Recording):
+    """A recording of such a drafter.
 
-    #: tokens that prompt and answer may have together
-    longest = 0
-    _proposal: Proposal | None = None
-    #: forwards of the proposal so far, rows of the one that goes on, and what was computed before the first
-    _step, _rows = 0, 0
-    _early: dict[str, Any]
+    Args:
+        given, named: those of `Recording`.
+        longest: tokens that prompt and answer may have together.
+        before: sites of the first forward that are computed before it begins.
+    """
+
+    def __init__(self, *given: Any, longest: int, before: Collection[str] = (), **named: Any) -> None:
+        super().__init__(*given, **named)
+        self._longest, self._before = longest, before
+        self._proposal: Proposal | None = None
+        #: forwards of the proposal so far, rows of the one that goes on, and what was computed before the first
+        self._step, self._rows = 0, 0
+        self._early: dict[str, Any] = {}
+
+    def take_sampled(self, each: Iterable[Sampled]) -> None:
+        """The target has chosen tokens for some requests."""
+        for one in each:
+            self.sampled(*one)
 
     def sampled(self, rid: str, kept: Sequence[int], proposed: Sequence[int], best: Sequence[int]) -> None:
         """The target has chosen tokens for a request.
@@ -119,7 +121,7 @@ class VLLMRecording(Recording):
             best: the token it would choose behind each row, if that is known.
         """
         request = self.request(rid)
-        if not isinstance(request, Asked):
+        if not isinstance(request, AnnouncedRequest):
             return
         known = [*request.prompt_ids, *request.sampled]
         if request.computed < len(known):
@@ -146,10 +148,10 @@ class VLLMRecording(Recording):
             return
         self.close_call()  # where the step before computed no logits
         first = self._step == 0
-        # vLLM may pad it with more
+        # the server may pad it with more
         self._rows = int(proposal.lengths.sum()) if first else len(proposal.rids)
         # a draft that would run past the longest context is fed some place again, or none: no data
-        fits = proposal.roots + self._step < self.longest
+        fits = proposal.roots + self._step < self._longest
         tensors = {
             "input_ids": input_ids.reshape(-1)[: self._rows],
             "positions": positions,
@@ -176,7 +178,7 @@ class VLLMRecording(Recording):
 
     def capture(self, site: str, tensor: Any) -> None:
         """Keep the rows of a site; with the logits, a forward is over."""
-        if self._proposal is not None and site in BEFORE_FORWARD and self._step == 0:
+        if self._proposal is not None and site in self._before and self._step == 0:
             self._early[site] = tensor.detach().clone()
             return
         super().capture(site, tensor[: self._rows])
