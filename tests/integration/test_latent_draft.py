@@ -23,7 +23,7 @@ from eagle_trace_analysis.diagnosis.diagnose import diagnosed
 from tests.support import faults, latent
 from tests.support.target_pairs import write_latent_draft
 from tests.support.tiny_speculators import write_prompts
-from tests.support.tiny_targets import FIRST_WORD, VOCAB, write_family_target
+from tests.support.tiny_targets import FIRST_WORD, IDS, VOCAB, write_family_target
 from tests.support.verdicts import expect
 from tests.support.warm.start import Warm
 
