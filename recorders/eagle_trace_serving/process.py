@@ -18,7 +18,7 @@ from typing import NoReturn
 import psutil
 
 from eagle_trace.errors import HostError
-from eagle_trace_serving.environment import OUT, OWN, PREFIX, VARIABLES
+from eagle_trace_serving.environment import OUT, OWN, PREFIX, variables
 from eagle_trace_serving.folders import OwnFolder
 from eagle_trace_serving.host import Address, Launch
 
@@ -60,7 +60,8 @@ class ServerProcess:
 
     def _environment(self) -> dict[str, str]:
         # what the user set for servers of their own does not hold for this one, which waits to be told
-        environment = {name: value for name, value in os.environ.items() if name not in VARIABLES}
+        own = variables()
+        environment = {name: value for name, value in os.environ.items() if name not in own}
         environment |= {OUT: str(self._folder.path), OWN: "1", f"{PREFIX}REQUESTS": "0"}
         # nobody else waits for this server, and whoever asked for the recording wants all of it
         return environment | {f"{PREFIX}MAX_WAIT": "inf"}
