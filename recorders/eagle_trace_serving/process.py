@@ -35,7 +35,7 @@ PYTHON = (sys.executable, "-m")
 
 
 class ServerProcess:
-    """The process of a server, and its children. A context manager.
+    """The process of a server, and its children. A context manager: it runs from entering to leaving.
 
     Args:
         title: the server's program, as sentences have it.
@@ -43,7 +43,7 @@ class ServerProcess:
 
     Attributes:
         address: where it will listen.
-        launch: how it was started.
+        launch: how it is started.
     """
 
     def __init__(self, title: str, launch: Callable[[Address, dict[str, str]], Launch]) -> None:
@@ -54,7 +54,6 @@ class ServerProcess:
         self.address = Address(self._port.getsockname()[1], secrets.token_urlsafe(24))
         try:
             self.launch = launch(self.address, self._environment())
-            self._start()
         except BaseException:
             self._close()
             raise
@@ -83,6 +82,11 @@ class ServerProcess:
             )
 
     def __enter__(self) -> ServerProcess:
+        try:
+            self._start()
+        except BaseException:
+            self._close()
+            raise
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -89,7 +89,6 @@ class Server:
         self._process = ServerProcess(
             self._host.title, lambda address, environment: self._host.launch(self._options, address, environment)
         )
-        progress(f"starting {self._host.title} (this takes a while)")
         address = self._process.address
         self._remote = Remote(address.url, address.key, LONGEST_SECONDS, address.key)
         # loaded while the server starts
@@ -98,6 +97,7 @@ class Server:
     def __enter__(self) -> Server:
         self._process.__enter__()
         try:
+            self._progress(f"starting {self._host.title} (this takes a while)")
             self._wait_until_ready()
         except BaseException as error:
             self._process.__exit__(type(error), error, error.__traceback__)
