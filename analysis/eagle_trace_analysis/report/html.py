@@ -95,7 +95,7 @@ def render_body(diff: Diff, drawn: Sequence[Drawn] = (), lost: str = "") -> str:
         serve=diff.traces["serve"],
         version=__version__,
         lead=sections.lead(diff),
-        causes=sections.Suspects.of(diff),
+        confirmed=diff.diagnosis.confirmed if diff.diagnosis is not None else (),
         forward=sections.forward(diff),
         cards=list(sections.cards(diff)),
         glossary=sections.GLOSSARY,
