@@ -102,48 +102,40 @@ class SiteStream:
         if self._level == "values":
             self._parts.add((rows, values), values.nbytes)
         elif isinstance(values, Reduced):
-            self._drain()
+            self.drain()
             self._parts.add((rows, values), kept_bytes(values, self._level, self._shard))
         else:
             self._rows.append(rows)
             self._values.append(values)
             self._bytes += values.nbytes
             if self._bytes >= REDUCE_BYTES:
-                self._drain()
+                self.drain()
 
-    def _drain(self) -> None:
+    def drain(self) -> None:
+        """Reduce what was collected, and give it to the parts."""
         if self._rows:
             rows, values = self._join(self._rows), _joined(self._values)
             self._rows, self._values, self._bytes = [], [], 0
             reduced = reduce_rows(values, dtype_name(values), sketched=self._level == "sketch", shard=self._shard)
             self._parts.add((rows, reduced), kept_bytes(reduced, self._level, self._shard))
 
-    def save(self) -> None:
-        """Put everything taken so far into parts that are in their place."""
-        self._drain()
-        self._parts.save()
 
-    def discard(self) -> None:
-        """Leave no unfinished part behind."""
-        self._parts.discard()
-
-
-def value_columns(schema: pa.Schema, kept: Sequence[Array | Reduced]) -> dict[str, pa.Array]:
-    """Statistics of rows, and their sketch or values as `schema` has it: Arrow columns by name."""
-    arrays = [one for one in kept if not isinstance(one, Reduced)]
+def site_table(schema: pa.Schema, keys: Memo[dict[str, pa.Array]], items: Sequence[Kept]) -> pa.Table:
+    """Rows of one site as a table: keys, statistics, and their sketch or values as `schema` has it."""
+    arrays = [kept for _, kept in items if not isinstance(kept, Reduced)]
     blob: Array | None
     if arrays:
         blob = _joined(arrays)
         statistics = row_statistics(blob)
     else:
-        reduced = Reduced.concatenate([one for one in kept if isinstance(one, Reduced)])
+        reduced = Reduced.concatenate([kept for _, kept in items if isinstance(kept, Reduced)])
         statistics, blob = reduced.statistics, reduced.sketch
-    columns = {name: pa.array(getattr(statistics, name)) for name in STATISTICS}
+    columns = keys([rows for rows, _ in items]) | {name: pa.array(getattr(statistics, name)) for name in STATISTICS}
     if blob is not None:
         name = next(name for name in BLOBS if name in schema.names)
         data = [None, pa.py_buffer(np.ascontiguousarray(blob).view(np.uint8))]
         columns[name] = pa.FixedSizeBinaryArray.from_buffers(schema.field(name).type, len(blob), data)
-    return columns
+    return pa.Table.from_arrays([columns[name] for name in schema.names], schema=schema)
 
 
 def _joined(arrays: Sequence[Array]) -> Array:

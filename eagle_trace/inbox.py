@@ -1,6 +1,8 @@
 """What a host hands over and the writer's thread takes: in order, in bounded memory, with a bound on the waiting.
 
-The host waits only where the writer is too far behind, and never longer, in all, than it was said to. Then the inbox is
+What comes is taken in batches: a writer that wakes with every forward takes turns with the host's thread all the time,
+and every turn costs both. The host waits only where the writer is too far behind, and never longer, in all, than it was
+said to. Then the inbox is
 **slow**: of the forward that is being handed over the rest is still taken, since its rows belong together and lie in
 memory already; of any later forward nothing is.
 """
@@ -15,6 +17,8 @@ from typing import Any
 
 #: (what it is, the thing, bytes, the forward it belongs to or None)
 Message = tuple[str, Any, int, int | None]
+#: what takes this part of the room waits for no more
+_MUCH = 16
 
 
 class Inbox:
@@ -24,6 +28,7 @@ class Inbox:
         room: bytes that may wait to be written; one thing larger than that still gets through, alone.
         max_wait: seconds that the host may wait in all; None for no limit.
         stall: seconds after which a writer that gets nothing done is taken to hang.
+        linger: seconds that what comes may wait for more of it, unless there is much already.
         clock: monotonic seconds.
 
     Attributes:
@@ -32,9 +37,16 @@ class Inbox:
     """
 
     def __init__(
-        self, room: int, max_wait: float | None, stall: float, clock: Callable[[], float] = time.monotonic
+        self,
+        room: int,
+        max_wait: float | None,
+        stall: float,
+        clock: Callable[[], float] = time.monotonic,
+        linger: float = 0.0,
     ) -> None:
-        self._room, self._stall, self._clock = room, stall, clock
+        self._room, self._stall, self._clock, self._linger = room, stall, clock, linger
+        #: what waits is to be taken now
+        self._pressing = False
         self._left = float("inf") if max_wait is None else max_wait
         self._messages: deque[Message] = deque()
         self._changed = threading.Condition()
@@ -48,8 +60,11 @@ class Inbox:
 
     # ---- the host's side --------------------------------------------------------------------------------------
 
-    def put(self, kind: str, item: Any, size: int, call: int | None = None) -> bool:
-        """Hand over `size` bytes that belong to forward `call` (numbers only grow), if to one; whether it was taken."""
+    def put(self, kind: str, item: Any, size: int, call: int | None = None, *, pressing: bool = False) -> bool:
+        """Hand over `size` bytes that belong to forward `call` (numbers only grow), if to one; whether it was taken.
+
+        A `pressing` thing waits for no more to come, nor does what is before it.
+        """
         with self._changed:
             if self._closed or (self.slow and self._is_later(call)):
                 return False
@@ -63,7 +78,9 @@ class Inbox:
                 self._last = max(self._last, call)
             self._pending += size
             self._messages.append((kind, item, size, call))
-            self._changed.notify_all()
+            self._pressing = self._pressing or pressing or self._pending >= self._room // _MUCH
+            if self._pressing or len(self._messages) == 1:
+                self._changed.notify_all()
             return True
 
     @property
@@ -84,6 +101,8 @@ class Inbox:
         if not self._pending or self._pending + size <= self._room:
             return True
         started = self._clock()
+        self._pressing = True
+        self._changed.notify_all()
         try:
             while self._pending and self._pending + size > self._room and not self._closed:
                 now = self._clock()
@@ -132,8 +151,11 @@ class Inbox:
             TimeoutError: nothing came within `timeout` seconds.
         """
         with self._changed:
-            if not self._changed.wait_for(lambda: self._messages or self._closed, timeout):
-                raise TimeoutError
+            if not self._messages:
+                self._pressing = False
+                if not self._changed.wait_for(lambda: self._messages or self._closed, timeout):
+                    raise TimeoutError
+                self._changed.wait_for(lambda: self._pressing or self._closed, self._linger)
             return self._messages.popleft() if self._messages else None
 
     def done(self, size: int) -> None:

@@ -88,7 +88,9 @@ def _training(trainer: Any) -> Any:
 
     # whose program was not imported, its trainer it cannot be; and a forward of our own trains nothing
     hosts = [
-        host for host in known_hosts("trainer").values() if host.module in sys.modules and hasattr(host, "training")
+        host
+        for host in known_hosts("trainer").values()
+        if host.module in sys.modules and not getattr(host, "stands_in", False)
     ]
     refused = []
     for host in hosts:

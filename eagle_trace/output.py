@@ -60,6 +60,13 @@ def prepare_output(path: Place, *, force: bool = False, rank: int = 0, ranks: in
         raise RecordingError(f"cannot make the folder {path}: {reason(error)}") from error
 
 
+def is_sealed(path: Place) -> bool:
+    """Whether a whole trace is there, as far as its folder can be read."""
+    with contextlib.suppress(OSError, TraceError):
+        return open_store(path).exists(seal_name(0))
+    return False
+
+
 def remove_empty(path: Place) -> None:
     """Take away the folder where nothing was recorded, so that the next try does not stumble over it."""
     if isinstance(path, Path):

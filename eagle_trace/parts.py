@@ -110,8 +110,7 @@ class PartStream:
             self._close()
         elif self._raw:
             size = self._waiting
-            tables = self._take()
-            self._write_group(tables, size)
+            tables = self._write_group()
             name = self._name
             self._close()
             # too small to be the last word: kept, and written again as the beginning of a longer part
@@ -123,17 +122,14 @@ class PartStream:
             part, self._part = self._part, None
             part.sink.discard()
 
-    def _take(self) -> list[pa.Table]:
-        tables = [*self._tables, self._make(self._raw)] if self._raw else self._tables
+    def _write_group(self) -> list[pa.Table]:
+        """Write what waits, and return it."""
+        tables, size = self._tables, self._waiting
+        if self._raw:
+            tables = [*tables, self._make(self._raw)]
         self._raw, self._tables, self._waiting = [], [], 0
-        return tables
-
-    def _write_group(self, tables: list[pa.Table] | None = None, size: int = 0) -> None:
-        if tables is None:
-            size = self._waiting
-            tables = self._take()
         if not tables:
-            return
+            return []
         data = pa.concat_tables(tables)
         try:
             if self._part is None:
@@ -146,6 +142,7 @@ class PartStream:
         self._part.rows += len(data)
         if self._part.sink.bytes >= LARGEST_PART_BYTES:
             self._close()
+        return tables
 
     def _open(self) -> _Part:
         if self._name is None:

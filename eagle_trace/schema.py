@@ -109,6 +109,15 @@ TABLES: dict[str, pa.Schema] = {
             ("branch", pa.list_(pa.float32())),
         ]
     ),
+    "routing": pa.schema(
+        [
+            ("prompt_id", pa.int32()),
+            ("root", pa.int32()),
+            ("layer", pa.int32()),
+            ("gap", pa.float64()),
+            ("noise", pa.float64()),
+        ]
+    ),
     "floors": pa.schema(
         [
             ("site", pa.string()),

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import pyarrow as pa
 
-from eagle_trace.capture import Array, Rows, Shard
-from eagle_trace.gather import BLOBS, Kept, Memo, SiteStream, kind_of, value_columns
+from eagle_trace.capture import Rows, Shard
+from eagle_trace.gather import BLOBS, Memo, SiteStream, kind_of, site_table
 from eagle_trace.manifest import Manifest
 from eagle_trace.parts import Numbers, PartStream, leaves
 from eagle_trace.schema import TABLES, value_schema
-from eagle_trace.sketch import Reduced
 from eagle_trace.store import Store
 from eagle_trace.tables import key_columns, rows_table, topk_table
 
@@ -41,6 +40,7 @@ class Streams:
 
     def __init__(self, store: Store, manifest: Manifest, first_id: int, beat: Callable[[], None]) -> None:
         self._store, self._manifest, self._first_id, self._beat = store, manifest, first_id, beat
+        self._parts: list[PartStream] = []
         self._tables: dict[str, PartStream] = {}
         self._sites: dict[tuple[str, str, int, Shard | None], SiteStream] = {}
         self._numbers: dict[str, Numbers] = defaultdict(Numbers)
@@ -52,7 +52,9 @@ class Streams:
     def add(self, kind: str, item: Any) -> None:
         """Take a `Part`; what another rank of the group writes is dropped."""
         if kind == "values":
-            self._add_values(*item)
+            site, rows, values, shard = item
+            if len(rows):
+                self._site(site, *kind_of(values), shard).add(self._numbered(rows), values)
         elif kind == "record":
             self._add_record(*item)
         elif self._leads and len(item[0]):
@@ -76,14 +78,16 @@ class Streams:
 
     def save(self) -> None:
         """Put everything taken so far into whole files."""
-        for stream in self._all():
+        for site in self._sites.values():
+            site.drain()
+        for stream in self._parts:
             stream.save()
         self._join.forget()
         self._keys.forget()
 
     def discard(self) -> None:
         """Leave no unfinished file behind."""
-        for stream in self._all():
+        for stream in self._parts:
             stream.discard()
 
     def _add_record(self, table: str, given: Mapping[str, Any] | Callable[[], Mapping[str, Any]]) -> None:
@@ -96,19 +100,18 @@ class Streams:
         schema = TABLES[table]
         self._table(table, lambda records: pa.Table.from_pylist(records, schema=schema)).add(record, 1)
 
-    def _add_values(self, site: str, rows: Rows, values: Array | Reduced, shard: Shard | None) -> None:
-        if not len(rows):
-            return
-        key = (site, *kind_of(values), shard)
+    def _site(self, site: str, dtype: str, width: int, shard: Shard | None) -> SiteStream:
+        """The stream of rows of a site that are alike."""
+        key = site, dtype, width, shard
         stream = self._sites.get(key)
         if stream is None:
             level = self._manifest.level
-            schema = value_schema(*key[:3], level, shard)
-            made = partial(_site_table, schema, self._keys)
+            schema = value_schema(site, dtype, width, level, shard)
+            made = partial(site_table, schema, self._keys)
             group = ROW_GROUP_BYTES if level == "values" else REDUCED_GROUP_BYTES
             parts = self._stream(f"values/site={site}", schema, made, _value_options(schema), group)
             stream = self._sites[key] = SiteStream(level, shard, self._join, parts)
-        stream.add(self._numbered(rows), values)
+        return stream
 
     def _table(self, table: str, make: Make) -> PartStream:
         stream = self._tables.get(table)
@@ -118,22 +121,15 @@ class Streams:
             self._tables[table] = stream
         return stream
 
-    def _all(self) -> list[PartStream | SiteStream]:
-        return [*self._tables.values(), *self._sites.values()]
-
     def _stream(self, folder: str, schema: pa.Schema, make: Make, options: dict[str, Any], group: int) -> PartStream:
         prefix = f"{folder}/rank{self._manifest.rank}"
         numbers, manifest = self._numbers[prefix], self._manifest
-        return PartStream(
+        parts = PartStream(
             self._store, prefix, numbers, schema, make, options, group, manifest.files, manifest.checksums,
             manifest.recording, self._beat,
         )  # fmt: skip
-
-
-def _site_table(schema: pa.Schema, keys: Memo[dict[str, pa.Array]], items: Sequence[Kept]) -> pa.Table:
-    """Rows of one site as a table: keys, statistics, and the bytes as the level keeps them."""
-    columns = keys([rows for rows, _ in items]) | value_columns(schema, [values for _, values in items])
-    return pa.Table.from_arrays([columns[name] for name in schema.names], schema=schema)
+        self._parts.append(parts)
+        return parts
 
 
 def _value_options(schema: pa.Schema) -> dict[str, Any]:

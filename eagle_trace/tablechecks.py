@@ -25,6 +25,7 @@ REQUIRED: dict[str, Sequence[str]] = {
     "topk": TABLES["topk"].names,
     "rounds": ("prompt_id", "round", "root", "proposed", "parents", "accepted", "bonus"),
     "layers": ("prompt_id", "root", "layer", "sample"),
+    "routing": TABLES["routing"].names,
     "floors": TABLES["floors"].names,
     "metrics": ("name",),
 }

@@ -12,8 +12,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from eagle_trace.capture import Array, Rows
+from eagle_trace.partfile import PartFile
 from eagle_trace.schema import TABLES, TRAINING
-from eagle_trace.sitedata import PartFile
 from eagle_trace.tablechecks import check_rows
 
 #: keys, draft ids, target ids, logits and log-probabilities of some rows; arrays [T, K], best first

@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 
 from eagle_trace.capture import DTYPES, Array, row_statistics
 from eagle_trace.errors import TraceError
-from eagle_trace.sitedata import PartFile, SiteData, read_statistics
+from eagle_trace.partfile import PartFile
+from eagle_trace.sitedata import SiteData, read_statistics
 from eagle_trace.sketch import buckets, sketch, stored_dtype, unscale
 
 CACHE_BYTES = 256 << 20

@@ -8,26 +8,21 @@ one forward, and one row group per site.
 
 from __future__ import annotations
 
-import contextlib
-import os
-import secrets
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 from eagle_trace.capture import LEVELS, Array, Rows, Shard
-from eagle_trace.errors import OutputExistsError, RecordingError, TraceError, UsageError
+from eagle_trace.errors import RecordingError, UsageError
 from eagle_trace.gather import kept_bytes
-from eagle_trace.inbox import Inbox
-from eagle_trace.manifest import Manifest, open_seal_name, read_manifest, seal_name
+from eagle_trace.inbox import Inbox, Message
+from eagle_trace.manifest import Manifest
 from eagle_trace.output import check_output, prepare_output, remove_empty
 from eagle_trace.patience import FOLDER_SECONDS, MAX_WAIT, leave_behind, refuse_one_more
+from eagle_trace.seal import Seal
 from eagle_trace.sketch import Reduced
-from eagle_trace.store import Place, join, open_store, reason
+from eagle_trace.store import Place, open_store, reason
 from eagle_trace.streams import Part, Streams
 
 __all__ = ["Shard", "TraceWriter", "check_output", "prepare_output", "remove_empty"]
@@ -35,6 +30,8 @@ __all__ = ["Shard", "TraceWriter", "check_output", "prepare_output", "remove_emp
 QUEUE_BYTES = 256 << 20
 #: how old what is not on disk yet may get
 FLUSH_SECONDS = 5.0
+#: how long what is taken waits for more, so that the writer's thread and the host's rarely take turns
+LINGER_SECONDS = 3.0
 #: a call that was handed over in part is waited for: until the host has been silent for so long, or has not been
 #: silent for so long
 _QUIET_SECONDS, _CALL_SECONDS = 0.25, 2.0
@@ -100,7 +97,9 @@ class TraceWriter:
         self._guest = max_wait is not None and max_wait < float("inf")
         self._first_id = manifest.dp_rank * DP_STRIDE
         self._taken = 0
-        self._inbox = Inbox(QUEUE_BYTES, max_wait, GUEST_STALL_SECONDS if self._guest else STALL_SECONDS)
+        stall = GUEST_STALL_SECONDS if self._guest else STALL_SECONDS
+        self._inbox = Inbox(QUEUE_BYTES, max_wait, stall, linger=min(LINGER_SECONDS, FLUSH_SECONDS))
+        self._seal = Seal(self._store, manifest)
         self._streams = Streams(self._store, manifest, self._first_id, self._inbox.beat)
         self._call: int | None = None
         self._highest = -1
@@ -128,21 +127,8 @@ class TraceWriter:
             self._prepare()
             if self.failure is not None:  # nobody waits for the folder any more: it may be another's by now
                 return
-        manifest, store = self.manifest, self._store
-        seal = seal_name(manifest.rank)
-        taken = f"{join(store.place, seal)} is there or being made: two recorders cannot write one trace"
-        manifest.recorder = f"{socket.gethostname()}:{os.getpid()}"
-        manifest.recording = secrets.token_hex(8)
-        try:
-            store.make()
-            if store.exists(seal):
-                raise OutputExistsError(taken)
-            store.create(open_seal_name(manifest.rank), manifest.to_bytes())
-            self._mine = True
-        except FileExistsError as error:
-            raise OutputExistsError(taken) from error
-        except OSError as error:
-            raise RecordingError(f"cannot write into {store.place}: {reason(error)}") from error
+        self._seal.claim()
+        self._mine = True
 
     # ---- called by the recorder -------------------------------------------------------------------------------
 
@@ -235,7 +221,7 @@ class TraceWriter:
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until all that was taken so far is in whole files: whether it is, within `timeout` seconds."""
         done = threading.Event()
-        self._inbox.put("flush", done, 0)
+        self._inbox.put("flush", done, 0, pressing=True)
         give_up = None if timeout is None else time.monotonic() + timeout
         while not done.wait(0.05):
             if not self._thread.is_alive() or (give_up is not None and time.monotonic() > give_up):
@@ -322,38 +308,54 @@ class TraceWriter:
 
     def _run(self) -> None:
         try:
-            self._guarded(self._open)
-            if self.failure is None:
-                self._opened.set()
-                self._work()
-                self._guarded(self._save)
-                self._streams.discard()
-                if not self._aborted:
-                    self._guarded(self._write_seal)
+            try:
+                self._open()
+                if self.failure is None:
+                    self._opened.set()
+                    self._work()
+            except Exception as error:  # noqa: BLE001 (must never reach the host: kept and raised by seal)
+                self.failure = error
+                self._inbox.drop()
+            self._streams.discard()
             if self.failure is not None and self._mine:
-                self._note_failure()
+                self._seal.note(self.failure, self.waited)
         finally:
             self._opened.set()
             self._inbox.finish()
 
     def _work(self) -> None:
-        """Take what comes until there is nothing more."""
+        """Take what comes until there is nothing more, then seal it; what fails ends the recording."""
+        while self.failure is None and (message := self._next()) is not None:
+            kind, item, size, call = message
+            if kind == "flush":
+                self._save()
+                item.set()
+            elif not self._too_late(call):
+                self._save_if_due(call)
+                self._dirty = True
+                for part in self._made(item) if kind == "late" else [(kind, item)]:
+                    self._streams.add(*part)
+            self._inbox.done(size)
+        if self.failure is None:
+            self._save()
+        if self.failure is None and not self._aborted:
+            self._seal.close()
+
+    def _next(self) -> Message | None:
+        """What comes next, None after the last; when the host has been silent for a while, all before it is saved."""
         while True:
             due = self._saved_at + FLUSH_SECONDS
             try:
-                wait = max(_QUIET_SECONDS, due - time.monotonic()) if self._dirty else None
-                message = self._inbox.get(wait)
+                return self._inbox.get(max(_QUIET_SECONDS, due - time.monotonic()) if self._dirty else None)
             except TimeoutError:
-                self._guarded(self._save)
-                continue
-            if message is None:
-                return
-            kind, item, size, call = message
-            if not self._too_late(call):
-                self._guarded(lambda: self._take(kind, item, call, due))  # noqa: B023 (called at once)
-            if kind == "flush":
-                item.set()
-            self._inbox.done(size)
+                self._save()
+
+    def _save_if_due(self, call: int | None) -> None:
+        """Save what came before forward `call`, if that is old: between two forwards, unless one is not handed over."""
+        late = time.monotonic() - self._saved_at - FLUSH_SECONDS
+        if self._dirty and late >= 0 and (late >= _CALL_SECONDS or call not in (None, self._call)):
+            self._save()
+        self._call = self._call if call is None else call
 
     def _too_late(self, call: int | None) -> bool:
         """Whether a forward is left out, so that those before it are sealed in time."""
@@ -366,49 +368,6 @@ class TraceWriter:
             return True
         self._highest = call
         return False
-
-    def _write_seal(self) -> None:
-        manifest, store = self.manifest, self._store
-        manifest.recorder = ""
-        try:
-            if isinstance(store.place, Path):
-                for name, facts in manifest.files.items():
-                    if (store.place / name).stat().st_size != facts["bytes"]:
-                        raise RecordingError(f"{store.place / name} was changed by somebody else")
-            manifest.write(store, seal_name(manifest.rank))
-            store.remove(open_seal_name(manifest.rank))
-        except OSError as error:
-            raise RecordingError(f"cannot seal {store.place}: {reason(error)}") from error
-
-    def _note_failure(self) -> None:
-        """What was saved last stays as it is, but says why it ends there and that nobody is at work any more."""
-        if self.failure is not None:
-            with contextlib.suppress(OSError, TraceError):
-                saved = read_manifest(self._store, open_seal_name(self.manifest.rank))
-                saved.recorder, saved.stopped = "", reason(self.failure)
-                saved.waited_seconds = self.waited
-                saved.write(self._store, open_seal_name(saved.rank))
-
-    def _guarded(self, work: Callable[[], None]) -> None:
-        if self.failure is not None:
-            return
-        try:
-            work()
-        except Exception as error:  # noqa: BLE001 (must never reach the host: kept and raised by seal)
-            self.failure = error
-            self._inbox.drop()
-
-    def _take(self, kind: str, item: Any, call: int | None, due: float) -> None:
-        if kind == "flush":
-            self._save()
-            return
-        late = time.monotonic() - due
-        if self._dirty and late >= 0 and (late >= _CALL_SECONDS or call not in (None, self._call)):
-            self._save()
-        self._call = self._call if call is None else call
-        self._dirty = True
-        for one in self._made(item) if kind == "late" else [(kind, item)]:
-            self._streams.add(*one)
 
     def _made(self, make: Callable[[], Iterable[Part]]) -> list[Part]:
         """The parts of a forward; where they cannot be made, what was taken before is kept."""
@@ -423,12 +382,7 @@ class TraceWriter:
         self._streams.save()
         self._saved_at = time.monotonic()
         self._dirty = False
-        self.manifest.flushed = datetime.now(UTC).isoformat(timespec="seconds")
-        self.manifest.waited_seconds = self.waited
-        try:
-            self.manifest.write(self._store, open_seal_name(self.manifest.rank))
-        except OSError as error:
-            raise RecordingError(f"cannot write into {self.path}: {reason(error)}") from error
+        self._seal.update(self.waited)
 
 
 def _check(manifest: Manifest) -> None:

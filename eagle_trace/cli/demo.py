@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from eagle_trace.cli.said import next_line, say
 from eagle_trace.errors import OutputExistsError, RecordingError
 
 
@@ -26,6 +27,10 @@ def demo(
         _run(Path(folder), quiet, kept=False)
 
 
+def _head(title: str) -> None:
+    typer.echo(f"\n── {title} ──\n")
+
+
 def _run(folder: Path, quiet: bool, *, kept: bool) -> None:
     from eagle_trace.cli.progress import Progress
     from eagle_trace.demo.run import KIMI, LLAMA, diff_all, record_all
@@ -35,20 +40,21 @@ def _run(folder: Path, quiet: bool, *, kept: bool) -> None:
     with Progress(quiet) as progress:
         traces = [record_all(folder, progress, pair) for pair in (LLAMA, KIMI)]
     (healthy, broken), (kimi_healthy, kimi_broken) = (diff_all(one) for one in traces)
-    typer.echo("\n── 1. A draft of a small Llama, deployed as it was trained ──\n")
+    _head("1. A draft of a small Llama, deployed as it was trained")
     print_diff(healthy, verbose=False)
-    typer.echo("\n── 2. The same draft, but the server feeds it one target layer instead of three ──\n")
+    _head("2. The same draft, but the server feeds it one target layer, not three")
     print_diff(broken, verbose=False)
-    typer.echo("\n── 3. A draft of a tiny Kimi-K2.5 (KimiK25ForConditionalGeneration), deployed as it was trained ──\n")
+    _head("3. A draft of a tiny Kimi-K2.5, deployed as it was trained")
     print_diff(kimi_healthy, verbose=False)
-    typer.echo("\n── 4. The same draft, fed one target layer: the case that this tool was born from ──\n")
+    _head("4. The same draft, fed one target layer: the case this tool was born from")
     print_diff(kimi_broken, verbose=False)
     typer.echo(f"\nRecorded and diffed in {time.monotonic() - started:.0f} s.")
     if kept:
-        typer.echo("Wrote " + " and ".join(f"{one.train}, {one.healthy}, {one.broken}" for one in traces))
-        typer.echo(f"Next: eagle-trace diff {traces[1].train} {traces[1].broken}")
+        say("Wrote " + " and ".join(f"{one.train}, {one.healthy}, {one.broken}" for one in traces))
+        typer.echo(next_line(f"eagle-trace diff {traces[1].train} {traces[1].broken}"))
     else:
-        typer.echo("Next: eagle-trace demo --keep demo   (keeps the traces, to diff and look at them yourself)")
+        typer.echo("To keep the traces, and diff and look at them yourself:")
+        typer.echo(next_line("eagle-trace demo --keep demo"))
     parted = [one.first_divergence and one.first_divergence.site for one in (broken, kimi_broken)]
     if (healthy.verdict, kimi_healthy.verdict) != ("agree", "agree") or parted != ["fused", "fused"]:
         raise RecordingError("the demo did not come out as it must: please report this with the output above")

@@ -25,7 +25,8 @@ def export(
         ),
     ] = None,
     force: Annotated[
-        bool, typer.Option("--force", help="Export also what the engine cannot compute as trained.")
+        bool,
+        typer.Option("--force", help="Replace an exported draft at OUT; export also what the engine cannot compute."),
     ] = False,
 ) -> None:
     """Write a draft as an engine loads it: config, layer ids and ties translated."""

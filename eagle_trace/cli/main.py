@@ -19,7 +19,9 @@ from eagle_trace.cli.compare import compare
 from eagle_trace.cli.demo import demo
 from eagle_trace.cli.diff import diff
 from eagle_trace.cli.export import export
+from eagle_trace.cli.options import described
 from eagle_trace.cli.record import record
+from eagle_trace.cli.said import say
 from eagle_trace.cli.show import show
 from eagle_trace.cli.tokens import tokens
 from eagle_trace.errors import EagleTraceError
@@ -49,7 +51,7 @@ class _Commands(TyperGroup):
         try:
             return super().invoke(ctx)
         except EagleTraceError as error:
-            typer.echo(f"eagle-trace: {printable(error, keep=LINES)}", err=True)
+            say(f"eagle-trace: {printable(error, keep=LINES)}", err=True)
             ctx.exit(error.exit_status)
         except Exception as error:
             if type(error).__module__.split(".")[0] in ("click", "typer") or (
@@ -60,7 +62,8 @@ class _Commands(TyperGroup):
             ctx.exit(BUG)
         except KeyboardInterrupt as error:
             terminated = isinstance(error, _Terminated)
-            typer.echo(f"eagle-trace: {'terminated' if terminated else 'interrupted'}; nothing was sealed", err=True)
+            words = ["terminated" if terminated else "interrupted", *getattr(error, "__notes__", ())]
+            say(f"eagle-trace: {printable('; '.join(words))}", err=True)
             ctx.exit(TERMINATED if terminated else INTERRUPTED)
 
 
@@ -73,14 +76,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command()(compare)
-app.command()(record)
-app.command()(diff)
-app.command()(show)
-app.command()(check)
-app.command()(demo)
-app.command()(export)
-app.command()(tokens)
+for _command in (compare, record, diff, show, check, demo, export, tokens):
+    app.command(help=described(_command))(_command)
 
 
 def _print_version(asked: bool) -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from eagle_trace.demo import build as base
 from eagle_trace.demo import kimi
 from eagle_trace.demo.build import Budget, log
+from eagle_trace.demo.corpus import BOS, EOS, PAD, corpus, write_tokenizer
 
 if TYPE_CHECKING:
     from transformers import DeepseekV3Config, LlamaConfig, PreTrainedModel
@@ -24,11 +25,11 @@ HIDDEN = 96
 #: what the shipped models were made with
 BUDGET = Budget(target_steps=700, answers=600, draft_steps=900)
 VERIFIER_NAME = "eagle-trace-demo-kimi"
-IMAGE_ID, VIDEO_ID = base.PAD + 1, base.PAD + 2
+IMAGE_ID, VIDEO_ID = PAD + 1, PAD + 2
 _SHAPE: dict[str, Any] = {
     "vocab_size": base.VOCAB, "hidden_size": HIDDEN, "num_attention_heads": 4, "max_position_embeddings": 1024,
-    "tie_word_embeddings": False, "bos_token_id": base.BOS, "eos_token_id": base.EOS,
-    "pad_token_id": base.PAD,
+    "tie_word_embeddings": False, "bos_token_id": BOS, "eos_token_id": EOS,
+    "pad_token_id": PAD,
 }  # fmt: skip
 
 
@@ -59,7 +60,7 @@ def build(out: Path, budget: Budget) -> None:
     base.prepare()
     from transformers import DeepseekV3ForCausalLM
 
-    documents = base.corpus()
+    documents = corpus()
     fresh = DeepseekV3ForCausalLM._from_config(text_config(), experts_implementation="eager")
     text = base.train_target(fresh, documents, budget)
     save_target(text, out / "target")
@@ -82,7 +83,7 @@ def save_target(text: PreTrainedModel, folder: Path) -> None:
     whole.get_decoder().load_state_dict(text.get_decoder().state_dict())
     whole.get_output_embeddings().load_state_dict(text.get_output_embeddings().state_dict())
     kimi.save_as_published(whole.to(torch.bfloat16), folder)
-    kimi.write_processor(folder, base.write_tokenizer(folder, (kimi.IMAGE_TOKEN, kimi.VIDEO_TOKEN)))
+    kimi.write_processor(folder, write_tokenizer(folder, (kimi.IMAGE_TOKEN, kimi.VIDEO_TOKEN)))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

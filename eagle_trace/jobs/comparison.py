@@ -64,6 +64,10 @@ class Asked:
             raise UsageError(
                 "give --trained DRAFT (as speculators saved it), --deployed DRAFT (as it is served), or better both"
             )
+        from eagle_trace_analysis.checkpoint.purpose import refuse_swapped
+
+        servers = [server.host or "sglang" for server in self.servers]
+        refuse_swapped(("--trained", self.trained), ("--deployed", self.deployed), servers)
 
     @property
     def two_servers(self) -> bool:

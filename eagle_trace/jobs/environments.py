@@ -11,6 +11,8 @@ from functools import cache
 from pathlib import Path
 
 from eagle_trace.errors import HostError, UsageError
+from eagle_trace.extras import way_to
+from eagle_trace.store import reason
 
 Progress = Callable[[str], None]
 
@@ -107,26 +109,38 @@ class Environment:
 @cache
 def _installed(environment: Environment) -> Installed:
     python = environment.python
-    try:
-        done = subprocess.run(
-            [environment.interpreter, "-c", _PROBE % (PACKAGES,)],
-            check=False, capture_output=True, text=True, timeout=PROBE_SECONDS, errors="replace",
-        )  # fmt: skip
-    except subprocess.TimeoutExpired as error:
-        raise UsageError(f"--env {python} did not say within {PROBE_SECONDS:g} s what is installed there") from error
-    except OSError as error:
-        raise UsageError(f"--env {python} is not a Python that can be run ({error})") from error
+    # before any code is given to it: another program would take that for something else, and quote it
+    if not _asked(environment, "--version").stdout.startswith("Python "):
+        raise UsageError(f"--env {python} is not a Python: give the interpreter of an environment, DIR/bin/python")
+    done = _asked(environment, "-c", _PROBE % (PACKAGES,))
     if done.returncode:
         why = (done.stderr.strip().splitlines() or ["no word why"])[-1]
+        way = way_to()
+        command = f", with {python} -m {way}" if way.startswith("pip ") else ""
         raise UsageError(
-            f"--env {python} has no eagle-trace that runs ({why}): install it there beside the server, "
-            f"with {python} -m pip install eagle-trace"
+            f"--env {python} has no eagle-trace that runs ({why}): install it there beside the server{command}"
         )
     try:
         found = json.loads(done.stdout.strip().splitlines()[-1])
         return Installed(dict(found["packages"]), tuple(found["servers"]))
     except (ValueError, IndexError, TypeError, KeyError) as error:
         raise UsageError(f"--env {python} is not a Python: it answered {done.stdout[:80]!r}") from error
+
+
+def _asked(environment: Environment, *words: str) -> subprocess.CompletedProcess[str]:
+    """What an interpreter answers when it is run with some arguments."""
+    python = environment.python
+    try:
+        return subprocess.run(
+            [environment.interpreter, *words], stdin=subprocess.DEVNULL,
+            check=False, capture_output=True, text=True, timeout=PROBE_SECONDS, errors="replace",
+        )  # fmt: skip
+    except subprocess.TimeoutExpired as error:
+        raise UsageError(f"--env {python} did not say within {PROBE_SECONDS:g} s what is installed there") from error
+    except OSError as error:
+        inside = Path(environment.interpreter) / "bin/python"
+        hint = f": give {inside}" if inside.exists() else ""
+        raise UsageError(f"--env {python} is not a Python that can be run ({reason(error)}){hint}") from error
 
 
 def _error(said: Sequence[str], status: int) -> str:

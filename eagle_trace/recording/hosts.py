@@ -30,7 +30,7 @@ class Host(Protocol):
         title: as sentences have it, e.g. ``SGLang``.
         kind: what it does with a draft.
         module: the module that is there if the program is installed.
-        install: the command that installs the program.
+        install: what installs the program: a command, or words.
 
     A host with a true `stands_in` runs no program but a forward of its own, in place of one that is not there: it is
     chosen without being named only for a draft that it takes.

@@ -11,6 +11,7 @@ Nothing here imports torch: see `eagle_trace.tensors`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -26,24 +27,26 @@ Task = Callable[[], Iterable[Part] | None]
 TRANSFER_BYTES = 64 << 20
 
 
+@dataclass(slots=True, eq=False)
 class Held:
-    """One tensor that was kept. `array` is there at once, or once what was sent has arrived."""
+    """One tensor that was kept.
 
-    __slots__ = ("_array", "nbytes", "tensor")
+    Attributes:
+        here: it as an array, None as long as it lies on a device.
+        tensor: it on its device, None once it is here or on its way.
+        nbytes: what it takes.
+    """
 
-    def __init__(self, array: Array | None, tensor: Any, nbytes: int) -> None:
-        self._array, self.tensor, self.nbytes = array, tensor, nbytes
+    here: Array | None
+    tensor: Any
+    nbytes: int
 
     @property
     def array(self) -> Array:
-        """The tensor as a contiguous array of the same dtype, of its own memory."""
-        if self._array is None:
+        """The tensor as a contiguous array of the same dtype, of its own memory; once it has arrived."""
+        if self.here is None:
             raise RuntimeError("what was kept of a forward is read before it was sent")
-        return self._array
-
-    def arrive(self, array: Array) -> None:
-        """The tensor is in the host's memory now."""
-        self._array, self.tensor = array, None
+        return self.here
 
 
 class _Transfer:
@@ -80,7 +83,7 @@ class _Transfer:
             # copied: pinned memory is scarce, and a row may wait for its row group
             array = data[start : start + held.nbytes].copy().view(dtype).reshape(tuple(shape))
             start += held.nbytes
-            held.arrive(array)
+            held.here = array
         del self._there
 
 

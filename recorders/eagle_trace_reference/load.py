@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from eagle_trace.families import EAGLE3_MLA
 from eagle_trace_reference.host import CLASS, is_latent
 from eagle_trace_reference.model import LatentDraft
 from eagle_trace_reference.shape import Shape, shape_of
-from eagle_trace_training.host import LoadedDraft, TrainingHost
+from eagle_trace_training.host import LoadedDraft
 from eagle_trace_training.numerics import raise_dtype
 from eagle_trace_training.published import (
     EMBEDDING,
@@ -22,7 +21,7 @@ from eagle_trace_training.published import (
     MAPS,
     Published,
     captured_inputs,
-    fill_from_target,
+    from_target,
     read_flat_config,
     read_published,
 )
@@ -50,11 +49,10 @@ def read_draft(draft: Path) -> Published:
     return read_published(draft, lambda name: name)
 
 
-def load_draft(host: TrainingHost, draft: Path, target: Path | None, dtype: str, device: str) -> LoadedDraft:
+def load_draft(draft: Path, target: Path | None, dtype: str, device: str) -> LoadedDraft:
     """Load a draft in `dtype` onto `device`.
 
     Args:
-        host: the reference forward.
         draft: folder in the format that servers load.
         target: folder of the target, None if none is needed.
         dtype: on-disk dtype name.
@@ -70,7 +68,7 @@ def load_draft(host: TrainingHost, draft: Path, target: Path | None, dtype: str,
         model: Any = LatentDraft(shape)
     stored = set(found.state)
     notes = _fill(found, model, shape, target)
-    dropped = _load(model, found, shape)
+    dropped = _load(model, found)
     raise_dtype(model, dtype)
     layer_ids = _inputs(found, shape, target)
     if dropped:
@@ -89,7 +87,6 @@ def load_draft(host: TrainingHost, draft: Path, target: Path | None, dtype: str,
         **{name: found.config.get(name) for name in FACTS},
     }
     return LoadedDraft(
-        host,
         model.to(device).eval(),
         layer_ids,
         stored,
@@ -103,17 +100,15 @@ def load_draft(host: TrainingHost, draft: Path, target: Path | None, dtype: str,
 
 def _fill(found: Published, model: Any, shape: Shape, target: Path | None) -> list[str]:
     """Take from the target what the checkpoint lacks; says what was taken."""
-    if not shape.tied:
-        return fill_from_target(found, model, target)
-    # the head is the embedding, wherever that is from
-    own = found.state.get(EMBEDDING)
-    found.state[HEAD] = torch.empty(0)
-    notes = fill_from_target(found, model, target)
-    found.state[HEAD] = found.state[EMBEDDING] if own is None else own
+    # a tied head is the embedding, wherever that is from
+    taken, notes = from_target(found.folder, {*found.state, HEAD} if shape.tied else found.state, model, target)
+    found.state |= taken
+    if shape.tied:
+        found.state[HEAD] = found.state[EMBEDDING]
     return notes
 
 
-def _load(model: Any, found: Published, shape: Shape) -> list[str]:
+def _load(model: Any, found: Published) -> list[str]:
     """Load the tensors; returns the names that have no place.
 
     Raises:
@@ -133,10 +128,6 @@ def _load(model: Any, found: Published, shape: Shape) -> list[str]:
         setattr(owner, parts[-1], torch.nn.Parameter(tensor, requires_grad=False))
     if "d2t" in found.state:
         model.d2t = found.state["d2t"].long()
-        if len(model.d2t) != shape.draft_vocabulary:
-            raise CheckpointError(
-                f"d2t in {found.folder} has {len(model.d2t)} entries for a draft vocabulary of {shape.draft_vocabulary}"
-            )
     return sorted(set(found.state) - set(wanted) - set(MAPS))
 
 
@@ -159,19 +150,12 @@ def _inputs(found: Published, shape: Shape, target: Path | None) -> list[int] | 
                 f"the draft {found.folder} takes features of layers {ids}; the target {target} has {layers} layers"
             )
         return sorted(ids)
-    inputs = captured_inputs(found, target, _default(shape, found))
+    if ids is None and target is not None and shape.features != 3:
+        raise CheckpointError(f"{found.folder} names no target layers, and its fc takes {shape.features} of them")
+    inputs = captured_inputs(found, target)
     # layers are captured as they run
     return None if inputs is None else sorted(inputs)
 
 
 def _is_latent_target(target: Path) -> bool:
     return text_config(read_config(target)).get("kv_lora_rank") is not None
-
-
-def _default(shape: Shape, found: Published) -> Callable[[int], list[int]]:
-    def ids(layers: int) -> list[int]:
-        if shape.features != 3:
-            raise CheckpointError(f"{found.folder} names no target layers, and its fc takes {shape.features} of them")
-        return [1, layers // 2 - 1, layers - 4]
-
-    return ids

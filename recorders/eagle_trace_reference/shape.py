@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from eagle_trace.errors import CheckpointError
-from eagle_trace_training.published import Published
+from eagle_trace_training.config import LARGEST, refuse_first
+from eagle_trace_training.published import Published, beyond_one_layer
 
 #: names of the one scaling that the class computes
 YARN = ("yarn", "deepseek_yarn")
@@ -102,13 +103,14 @@ def shape_of(found: Published) -> Shape:
         CheckpointError: a number is missing, or the class computes no such draft.
     """
     config = found.config
-    _check(found)
-    hidden = found.number("hidden_size")
     vocabulary = found.number("vocab_size")
+    drafted = found.number("draft_vocab_size", vocabulary)
+    _check(found, vocabulary, drafted)
+    hidden = found.number("hidden_size")
     target = found.number("target_hidden_size", hidden)
-    return Shape(
+    shape = Shape(
         vocabulary=vocabulary,
-        draft_vocabulary=found.number("draft_vocab_size", vocabulary),
+        draft_vocabulary=drafted,
         hidden=hidden,
         intermediate=found.number("intermediate_size"),
         target=target,
@@ -119,7 +121,7 @@ def shape_of(found: Published) -> Shape:
         nope=found.number("qk_nope_head_dim"),
         rope=_even(found, "qk_rope_head_dim"),
         value=found.number("v_head_dim"),
-        eps=_real(found, config, "rms_norm_eps", 1e-6),
+        eps=_real(config, "rms_norm_eps", 1e-6),
         theta=_theta(found),
         yarn=_yarn(found),
         interleaved=bool(config.get("rope_interleave", True)),
@@ -128,25 +130,32 @@ def shape_of(found: Published) -> Shape:
         norm_output=bool(config.get("norm_output", False)),
         tied=bool(config.get("tie_word_embeddings", False)),
     )
+    if not 0 < shape.scale <= LARGEST or (shape.yarn is not None and not 0 < shape.yarn.on_rotation <= LARGEST):
+        raise CheckpointError(
+            f"rope_scaling in the config of {found.folder} makes a factor that is no number of float32, on the "
+            f"rotation or on the scores ({shape.scale:g})"
+        )
+    return shape
 
 
-def _check(found: Published) -> None:
+def _check(found: Published, vocabulary: int, drafted: int) -> None:
     """Raises CheckpointError for the first thing that the class does not compute."""
     config = found.config
-    layers = sorted({name.split(".")[1] for name in found.state if name.startswith("layers.")} - {"0"})
-    kind = _rope(found).get("rope_type") or "default"
-    for wrong, what in (
-        (found.quantised, f"holds quantised tensors ({', '.join(found.quantised[:2])}, ...)"),
-        (config.get("quantization_config"), "has a quantization_config"),
-        (layers, f"has more than one layer (layers.{layers[0] if layers else ''}, ...)"),
+    # as transformers' class reads them, whose default is for an absent key alone
+    nulls = [key for key in ("rms_norm_eps", "rope_theta", "tie_word_embeddings") if config.get(key, 0) is None]
+    refused = [
+        (nulls, f"has null for {', '.join(nulls)}, which is not for want of a value"),
+        *beyond_one_layer(found, (*YARN, "default")),
         (config.get("num_hidden_layers", 1) != 1, f"counts {config.get('num_hidden_layers')} layers, not one"),
         (config.get("hidden_act", "silu") != "silu", f"activates by {config.get('hidden_act')!r}, not silu"),
-        (kind not in (*YARN, "default"), f"rotates by {kind!r}, where the class knows yarn alone"),
-        (config.get("attention_bias"), "has attention_bias, where the class has none"),
-        (config.get("norm_before_residual"), "has norm_before_residual: its residual stream starts from the norm"),
-    ):
-        if wrong:
-            raise CheckpointError(f"{found.folder} {what}: the reference forward does not compute such a draft")
+        *((config.get(key), f"has {key}, where the class has none") for key in ("attention_bias", "mlp_bias")),
+        (
+            config.get("tie_word_embeddings") and drafted != vocabulary,
+            f"has tie_word_embeddings on, so that its head is the target's embedding of {vocabulary:,} rows, and a "
+            f"draft vocabulary of {drafted:,} ids (set tie_word_embeddings to false, and ship lm_head.weight)",
+        ),
+    ]
+    refuse_first(found.folder, refused, ": the reference forward does not compute such a draft")
 
 
 def _features(found: Published, hidden: int, target: int) -> int:
@@ -158,48 +167,41 @@ def _features(found: Published, hidden: int, target: int) -> int:
     return int(fc.shape[1] // target)
 
 
-def _rope(found: Published) -> Mapping[str, Any]:
-    """The rotary parameters in the new form, whichever form the config has."""
-    given = dict(found.part("rope_scaling") or found.part("rope_parameters"))
-    given["rope_type"] = given.get("rope_type") or given.pop("type", None)
-    return given
-
-
 def _theta(found: Published) -> float:
-    given = found.config if found.config.get("rope_theta") is not None else _rope(found)
-    return _real(found, given, "rope_theta", 10000.0, above=1.0)
+    own, rope = found.config.get("rope_theta"), found.rope.get("rope_theta")
+    theta = float(own if own is not None else rope if rope is not None else 10000.0)
+    if theta <= 1:
+        # YaRN divides by its logarithm
+        raise CheckpointError(f"rope_theta in the config of {found.folder} is {theta!r}, not a number above 1")
+    return theta
 
 
 def _yarn(found: Published) -> Yarn | None:
-    given = _rope(found)
+    given = found.rope
     if given["rope_type"] not in YARN:
         return None
     # as transformers fills it in: one beside the parameters comes first
-    most = _real(found, found.config, "max_position_embeddings", 4096.0)
+    most = _real(found.config, "max_position_embeddings", 4096.0)
     length = "original_max_position_embeddings"
     beside = found.config if found.config.get(length) is not None else given
     return Yarn(
-        factor=_real(found, given, "factor", 1.0, above=0.0),
-        original=_real(found, beside, length, most, above=0.0),
-        fast=_real(found, given, "beta_fast", 32.0, above=0.0),
-        slow=_real(found, given, "beta_slow", 1.0, above=0.0),
-        mscale=_real(found, given, "mscale", 1.0),
-        mscale_all_dim=_real(found, given, "mscale_all_dim", 0.0),
+        factor=_real(given, "factor", 1.0),
+        original=_real(beside, length, most),
+        fast=_real(given, "beta_fast", 32.0),
+        slow=_real(given, "beta_slow", 1.0),
+        mscale=_real(given, "mscale", 1.0),
+        mscale_all_dim=_real(given, "mscale_all_dim", 0.0),
     )
 
 
-def _real(found: Published, given: Mapping[str, Any], name: str, default: float, above: float | None = None) -> float:
+def _real(given: Mapping[str, Any], name: str, default: float) -> float:
+    """A number of a config that was judged (`eagle_trace_training.config`)."""
     value = given.get(name)
-    value = default if value is None else value
-    known = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if not known or value < 0 or (above is not None and value <= above):
-        least = "of 0 or more" if above is None else f"above {above:g}"
-        raise CheckpointError(f"{name} in the config of {found.folder} is {value!r}, not a number {least}")
-    return float(value)
+    return float(default if value is None else value)
 
 
 def _even(found: Published, name: str) -> int:
     value = found.number(name)
-    if value < 2 or value % 2:
+    if value % 2:
         raise CheckpointError(f"{name} in the config of {found.folder} is {value}, which does not split in two halves")
     return value

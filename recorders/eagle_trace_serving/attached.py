@@ -110,8 +110,27 @@ def arm(host: Host) -> Armed:
     return _armed
 
 
+def when_serving(is_server: Callable[[Any], bool], act: Callable[[Any], None]) -> None:
+    """Call `act(app)` for the FastAPI application that is the server's, before it answers anything.
+
+    Where a server makes its application moves from release to release. What the first thing is that is asked of one
+    does not.
+    """
+    from fastapi import FastAPI
+
+    build = FastAPI.build_middleware_stack
+
+    def built(self: Any) -> Any:
+        if is_server(self):
+            FastAPI.build_middleware_stack = build
+            act(self)
+        return build(self)
+
+    FastAPI.build_middleware_stack = built
+
+
 def order_of(environment: Mapping[str, str]) -> Order | None:
-    """What the `VARIABLES` ask for; ``EAGLE_TRACE_REQUESTS=0`` to wait to be told.
+    """What the `variables` ask for; ``EAGLE_TRACE_REQUESTS=0`` to wait to be told.
 
     Returns:
         The recording to begin with, or None to wait.

@@ -10,7 +10,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from eagle_trace.errors import HostError, PromptsError, RecordingError
 from eagle_trace.prompts import check_tokens
@@ -27,6 +27,7 @@ RENEW_SECONDS = 5.0
 GRACE_SECONDS = 60.0
 
 Progress = Callable[[str], None]
+Said = TypeVar("Said")
 
 
 @dataclass(frozen=True)
@@ -212,9 +213,9 @@ def _understood(remote: Remote, host: ServingHost, question: Question, reply: An
         raise HostError(f"{remote.url} answered {question.ask.path} with what no {host.title} says: {error}") from None
 
 
-def begun(ask: Callable[[], dict[str, Any]]) -> Future[dict[str, Any]]:
+def begun(ask: Callable[[], Said]) -> Future[Said]:
     """What `ask` will return, from a thread that keeps nobody from ending the program: a server may never answer."""
-    future: Future[dict[str, Any]] = Future()
+    future: Future[Said] = Future()
 
     def run() -> None:
         try:

@@ -13,10 +13,8 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from eagle_trace.errors import HostError, RecordingError, UsageError
@@ -25,11 +23,10 @@ from eagle_trace.recording.hosts import Host
 from eagle_trace.store import as_place, join, open_store, reason
 from eagle_trace.writer import prepare_output, remove_empty
 from eagle_trace_serving.described import server_manifest, silent_recorder, told
-from eagle_trace_serving.environment import SESSION
 from eagle_trace_serving.host import Facts
 from eagle_trace_serving.orders import Order
-from eagle_trace_serving.runs import Rank, Run
-from eagle_trace_serving.session import Message, Session, packed
+from eagle_trace_serving.ranks import Rank, Ranks
+from eagle_trace_serving.session import Message, packed
 
 #: how long after the server is ready its recorders may take to report; they do so before that, unless they never loaded
 ARM_SECONDS = 10.0
@@ -41,13 +38,24 @@ CLOSE_SECONDS = 4.0
 #: how long a recorder may take to say what it has counted, before what it said last is told again
 COUNT_SECONDS = 0.5
 WATCH_SECONDS = 0.2
-#: how long it takes to listen to a recorder that has just connected
-LISTEN_SECONDS = 0.1
 REMOVE_SECONDS = 2.0
 #: recordings of which it is still known how they ended
 MOST_OUTCOMES = 64
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Run:
+    """One recording: what was ordered, and what came of it (None as long as it goes on)."""
+
+    number: int
+    order: Order
+    outcome: dict[str, Any] | None = None
+    #: every recorder has its hooks in place: what comes from now on is recorded
+    begun: bool = False
+    #: the recorders were told to end it
+    called_off: bool = False
 
 
 class Control:
@@ -64,9 +72,6 @@ class Control:
     def __init__(self, host: Host, max_wait: float = MAX_WAIT) -> None:
         self._name, self._title = host.name, host.title
         self._max_wait = max_wait
-        self._session = Session(SESSION)
-        self._ranks: list[Rank] = []
-        self._changed = threading.Condition()
         self._numbers = itertools.count(1)
         self._run: Run | None = None
         self._last: dict[str, Any] = {}
@@ -75,14 +80,14 @@ class Control:
         self._closing = False
         self._closed = threading.Event()
         self._renewed = 0.0
-        self._thread = threading.Thread(target=self._listen, name="eagle-trace-control", daemon=True)
-        self._thread.start()
+        self._ranks = Ranks(self._hear)
+        self._changed = self._ranks.changed
         atexit.register(self.close)
 
     @property
     def environment(self) -> dict[str, str]:
         """What the processes that the server starts need in their environment to find this one."""
-        return self._session.environment
+        return self._ranks.environment
 
     def close(self, seconds: float = CLOSE_SECONDS) -> None:
         """Seal what is being recorded, in at most so many seconds, and let go of the recorders."""
@@ -100,7 +105,7 @@ class Control:
         finally:
             self._wait_until_removed(deadline)
             self._closed.set()
-            self._session.close()
+            self._ranks.close()
 
     # ---- orders -----------------------------------------------------------------------------------------------
 
@@ -110,9 +115,9 @@ class Control:
         Raises:
             HostError: they do not report; call it when the server is ready, they should have by then.
         """
-        if not self._wait(self._armed, ARM_SECONDS):
+        if not self._ranks.wait(lambda: self._ranks.armed, ARM_SECONDS):
             raise HostError(silent_recorder(self._title))
-        return self._facts()
+        return self._ranks.facts
 
     def start(self, order: Order) -> None:
         """Begin to record. Returns when every recorder has its hooks in place.
@@ -131,15 +136,17 @@ class Control:
         begin = packed(("begin", run.number, order, manifest))
         with self._changed:
             self._refuse_second()
-            if not all(rank.alive for rank in self._ranks):
+            if not all(rank.alive for rank in self._ranks.all):
                 raise HostError(f"{self._title}'s process with the draft ended: nothing can be recorded any more")
             self._run = run
-            for rank in self._ranks:
+            for rank in self._ranks.all:
                 rank.said, rank.asked = {}, False
         try:
             within(FOLDER_SECONDS, partial(prepare_output, as_place(order.out)), order.out)
-            self._tell(begin)
-            if not self._wait(lambda: run.outcome is not None or self._all_said("recording"), BEGIN_SECONDS):
+            self._ranks.tell(begin)
+            if not self._ranks.wait(
+                lambda: run.outcome is not None or self._ranks.all_said("recording"), BEGIN_SECONDS
+            ):
                 raise RecordingError(f"the recorder did not begin within {BEGIN_SECONDS:.0f} s")  # noqa: TRY301
             self._raise_failure(run.outcome)
             run.begun = True
@@ -173,7 +180,7 @@ class Control:
         """
         run = self._run
         if run is None:
-            return "ready" if self._armed() else "starting"
+            return "ready" if self._ranks.armed else "starting"
         return "recording" if run.begun else "starting"
 
     @property
@@ -216,9 +223,9 @@ class Control:
         if run is None or only not in (None, run.order.out):
             return None
         given, deadline = settings or {}, time.monotonic() + seconds
-        self._tell(packed(("finish", run.number, given, stopped)))
+        self._ranks.tell(packed(("finish", run.number, given, stopped)))
         run.called_off = True
-        if not self._wait(lambda: run.outcome is not None, seconds):
+        if not self._ranks.wait(lambda: run.outcome is not None, seconds):
             self._give_up(run, RecordingError(f"{run.order.out} was not sealed within {seconds:g} s"))
         self._wait_until_removed(deadline)
         self._raise_failure(run.outcome)
@@ -227,7 +234,7 @@ class Control:
     def status(self) -> dict[str, Any]:
         """``state`` (starting, ready, recording), place and counts of the recording, and how the last one ended."""
         run, last = self._run, self._last
-        facts = self._facts()[0] if self._armed() else None
+        facts = self._ranks.facts[0] if self._ranks.armed else None
         return {
             "host": self._name,
             "state": self.state,
@@ -239,12 +246,12 @@ class Control:
 
     def _counts(self, run: Run) -> dict[str, int]:
         """What the first rank has counted; a recorder that does not answer at once said this last."""
-        rank = self._ranks[0]
+        rank = self._ranks.all[0]
         before = rank.said.get("counts")
         if rank.alive and not rank.asked:
             rank.asked = True
             rank.outbox.put(packed(("counts", run.number)))
-        self._wait(lambda: rank.said.get("counts") is not before or run.outcome is not None, COUNT_SECONDS)
+        self._ranks.wait(lambda: rank.said.get("counts") is not before or run.outcome is not None, COUNT_SECONDS)
         counts: dict[str, int] = rank.said.get("counts", ({},))[0]
         return counts
 
@@ -255,7 +262,7 @@ class Control:
 
     def wait_until_ended(self, seconds: float | None = None) -> bool:
         """Wait until no recording is going on; False if one still is after so many seconds."""
-        return self._wait(lambda: self._run is None, seconds)
+        return self._ranks.wait(lambda: self._run is None, seconds)
 
     def _wait_until_removed(self, deadline: float) -> None:
         """Wait for the removal of a trace without rows, but not for a disk that hangs."""
@@ -267,7 +274,7 @@ class Control:
         started = time.monotonic()
         why = None
         while why is None:
-            if self._wait(lambda: run.outcome is not None, WATCH_SECONDS):
+            if self._ranks.wait(lambda: run.outcome is not None, WATCH_SECONDS):
                 return
             now = time.monotonic()
             if run.order.seconds is not None and now - started >= run.order.seconds:
@@ -279,7 +286,7 @@ class Control:
 
     def _give_up(self, run: Run, error: BaseException) -> None:
         """End a recording that does not begin or end as it should: the next one may be tried."""
-        self._tell(packed(("finish", run.number, {}, "it was given up")))
+        self._ranks.tell(packed(("finish", run.number, {}, "it was given up")))
         with self._changed:
             if run.outcome is None:
                 self._close_run(run, {"outcome": "failed", "why": str(error) or type(error).__name__, "detail": ""})
@@ -302,89 +309,37 @@ class Control:
 
     # ---- what the recorders say -------------------------------------------------------------------------------
 
-    def _listen(self) -> None:
-        """Take in what the recorders say until the process ends."""
-        while not self._closed.is_set():
-            try:
-                sources: list[Any] = [self._session, *(rank.connection for rank in self._ranks if rank.alive)]
-                ready: list[Any] = wait(sources, timeout=LISTEN_SECONDS)
-                if self._session in ready:
-                    ready.remove(self._session)
-                    # not here: somebody who says nothing must not make this one deaf
-                    greet = partial(self._greet, self._session.accept())
-                    threading.Thread(target=greet, name="eagle-trace-greeting", daemon=True).start()
-            except (OSError, ValueError):
-                return  # closed under our hands
-            for source in ready:
-                rank = next(rank for rank in self._ranks if rank.connection is source)
-                try:
-                    message: Message = rank.connection.recv()
-                except (EOFError, OSError):
-                    rank.alive = False
-                    message = ("failed", None, "the scheduler process ended", "", 0.0)
-                self._take(rank, message)
-
-    def _greet(self, connection: Connection) -> None:
-        if self._session.greet(connection):
-            rank = Rank(connection)
-            with self._changed:
-                self._ranks.append(rank)
-
-    def _take(self, rank: Rank, message: Message) -> None:
-        name, *arguments = message
-        with self._changed:
-            if name == "armed":
-                rank.facts = arguments[0]
-                self._ranks.sort(key=lambda one: 0 if one.facts is None else one.facts.rank)
-            run = self._run
-            rank.asked &= name != "counts"
-            # what a recorder says of a recording that was given up, or that it has ended already, nobody waits for
-            if name != "armed" and run is not None and arguments[0] in (None, run.number) and not rank.ended:
-                rank.said[name] = tuple(arguments[1:])
-                self._settle(run)
-            self._changed.notify_all()
+    def _hear(self, rank: Rank, message: Message) -> None:
+        name, number, *said = message
+        run = self._run
+        # what a recorder says of a recording that was given up, or that it has ended already, nobody waits for
+        if run is not None and number in (None, run.number) and not rank.ended:
+            rank.said[name] = tuple(said)
+            self._settle(run)
 
     def _settle(self, run: Run) -> None:
         """End a recording that has ended on every rank; one that has ended on some ends on the others, too."""
-        if not any(rank.ended for rank in self._ranks):
+        if not any(rank.ended for rank in self._ranks.all):
             return
-        failures = [rank.said["failed"] for rank in self._ranks if "failed" in rank.said]
-        stopped = next((why for rank in self._ranks if (why := rank.said.get("sealed", ({},))[0].get("stopped"))), None)
-        if not all(rank.ended for rank in self._ranks) and not run.called_off:
+        failures = [rank.said["failed"] for rank in self._ranks.all if "failed" in rank.said]
+        stopped = next(
+            (why for rank in self._ranks.all if (why := rank.said.get("sealed", ({},))[0].get("stopped"))), None
+        )
+        if not all(rank.ended for rank in self._ranks.all) and not run.called_off:
             run.called_off = True
             why = "another rank failed" if failures else stopped
-            self._tell(packed(("finish", run.number, {}, why)))
+            self._ranks.tell(packed(("finish", run.number, {}, why)))
         if failures:
             why, detail, _ = failures[0]
             waited = max(seconds for *_, seconds in failures)
             self._close_run(run, {"outcome": "failed", "why": why, "detail": detail, "waited_seconds": waited})
-        elif all(rank.ended for rank in self._ranks):
-            sealed = [rank.said["sealed"][0] for rank in self._ranks]
+        elif all(rank.ended for rank in self._ranks.all):
+            sealed = [rank.said["sealed"][0] for rank in self._ranks.all]
             # every rank writes files of its own
             written = {name: sum(one.get(name, 0) for one in sealed) for name in ("bytes", "files")}
             waited = max(one.get("waited_seconds", 0.0) for one in sealed)
             ended = {"stopped": stopped, "waited_seconds": waited}
             self._close_run(run, {"outcome": "sealed", **sealed[0], **written, **ended})
-
-    def _armed(self) -> bool:
-        facts = self._facts()
-        return bool(facts) and len(facts) >= facts[0].ranks * facts[0].replicas
-
-    def _facts(self) -> list[Facts]:
-        return [rank.facts for rank in self._ranks if rank.facts is not None]
-
-    def _all_said(self, name: str) -> bool:
-        said = [name in rank.said or rank.ended for rank in self._ranks]
-        return all(said) and bool(said)
-
-    def _tell(self, message: bytes) -> None:
-        for rank in self._ranks:
-            if rank.alive:
-                rank.outbox.put(message)
-
-    def _wait(self, condition: Callable[[], bool], seconds: float | None) -> bool:
-        with self._changed:
-            return self._changed.wait_for(condition, seconds)
 
 
 def _remove(place: str) -> None:

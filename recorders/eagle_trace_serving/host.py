@@ -17,12 +17,10 @@ from eagle_trace.families import EAGLE3
 from eagle_trace.recording.hosts import Host
 
 if TYPE_CHECKING:
-    from eagle_trace.manifest import Manifest
     from eagle_trace.prompts import Prompt
     from eagle_trace.recording.hooks import Hooks
     from eagle_trace.writer import TraceWriter
     from eagle_trace_serving.orders import Order
-    from eagle_trace_serving.recorder import Tell
     from eagle_trace_serving.recording import Recording
     from eagle_trace_serving.requests import Answer, Request
 
@@ -234,13 +232,12 @@ class DraftWorker(Protocol):
         """A recording of this draft."""
         ...
 
-    def hang(self, hooks: Hooks, tell: Tell, order: Order, manifest: Manifest) -> None:
+    def hang(self, hooks: Hooks, recording: Any) -> None:
         """Hang everything that tells a recording of the draft's forwards.
 
         Args:
-            hooks: takes all of it off again.
-            tell: passes an event to the recording, guarded: it never raises into the server.
-            order: what is recorded, and whether CUDA graphs may stay.
-            manifest: what this changes about the server, and what the draft has no place for, is noted there.
+            hooks: takes all of it off again; what is hung may raise, which ends the recording and not the server.
+            recording: one that `recording` made. What this changes about the server, and what the draft has no place
+                for, is noted in its writer's manifest.
         """
         ...

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import secrets
 import signal
 import socket
@@ -17,11 +18,13 @@ from typing import NoReturn
 import psutil
 
 from eagle_trace.errors import HostError
-from eagle_trace_serving.environment import OUT, OWN, PREFIX, VARIABLES
+from eagle_trace_serving.environment import OUT, OWN, PREFIX, variables
 from eagle_trace_serving.folders import OwnFolder
 from eagle_trace_serving.host import Address, Launch
 
 LOG_LINES = 25
+#: how argparse ends a program that it does not understand the arguments of
+_WRONG_ARGUMENT = re.compile(r"\S+: error: ")
 #: how long a server may take to end by itself before it is killed
 STOP_SECONDS = 15.0
 #: how long after its connection broke a server is seen to be dead
@@ -32,7 +35,7 @@ PYTHON = (sys.executable, "-m")
 
 
 class ServerProcess:
-    """The process of a server, and its children. A context manager.
+    """The process of a server, and its children. A context manager: it runs from entering to leaving.
 
     Args:
         title: the server's program, as sentences have it.
@@ -40,7 +43,7 @@ class ServerProcess:
 
     Attributes:
         address: where it will listen.
-        launch: how it was started.
+        launch: how it is started.
     """
 
     def __init__(self, title: str, launch: Callable[[Address, dict[str, str]], Launch]) -> None:
@@ -51,14 +54,14 @@ class ServerProcess:
         self.address = Address(self._port.getsockname()[1], secrets.token_urlsafe(24))
         try:
             self.launch = launch(self.address, self._environment())
-            self._start()
         except BaseException:
             self._close()
             raise
 
     def _environment(self) -> dict[str, str]:
         # what the user set for servers of their own does not hold for this one, which waits to be told
-        environment = {name: value for name, value in os.environ.items() if name not in VARIABLES}
+        own = variables()
+        environment = {name: value for name, value in os.environ.items() if name not in own}
         environment |= {OUT: str(self._folder.path), OWN: "1", f"{PREFIX}REQUESTS": "0"}
         # nobody else waits for this server, and whoever asked for the recording wants all of it
         return environment | {f"{PREFIX}MAX_WAIT": "inf"}
@@ -79,6 +82,11 @@ class ServerProcess:
             )
 
     def __enter__(self) -> ServerProcess:
+        try:
+            self._start()
+        except BaseException:
+            self._close()
+            raise
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -102,7 +110,7 @@ class ServerProcess:
     def last_lines(self) -> str:
         """The end of what the server printed."""
         lines = self._log.read_text(encoding="utf-8", errors="replace").rstrip().splitlines()
-        return "\n".join(lines[-LOG_LINES:])
+        return "\n".join(_without_usage(lines)[-LOG_LINES:])
 
     def _died(self) -> NoReturn:
         raise HostError(
@@ -125,6 +133,16 @@ class ServerProcess:
                 member.kill()
         self._process.communicate()
         psutil.wait_procs(tree, timeout=5)
+
+
+def _without_usage(lines: list[str]) -> list[str]:
+    """What a program printed, without the usage that argparse puts in front of what is wrong with an argument."""
+    if not lines or not _WRONG_ARGUMENT.match(lines[-1]):
+        return lines
+    begun = next((at for at in reversed(range(len(lines))) if lines[at].startswith("usage: ")), None)
+    if begun is None or any(line[:1].strip() for line in lines[begun + 1 : -1]):
+        return lines
+    return [*lines[:begun], lines[-1]]
 
 
 def _reserved() -> socket.socket:

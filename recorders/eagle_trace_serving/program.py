@@ -37,6 +37,10 @@ class ServerProgram:
 
         return record(host=self, **options)
 
+    def check(self, options: ServerOptions) -> None:
+        """Refuse what cannot work before anything starts."""
+        self._own("deployment").check(options)
+
     def launch(self, options: ServerOptions, address: Address, environment: Mapping[str, str]) -> Launch:
         """The server itself, started by a module that ends with `record`."""
         launched: Launch = self._own("deployment").launch(options, address, environment)

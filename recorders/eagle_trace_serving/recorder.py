@@ -16,6 +16,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.util import Finalize
 from typing import Any
@@ -36,9 +37,6 @@ from eagle_trace_serving.session import Outbox, connect, packed
 CATCH_UP_SECONDS = 30.0
 #: how long a process that ends may take to seal: of the 5 s that are promised, the rest is for all else
 LEAVE_SECONDS = 3.0
-
-#: passes an event to the recording that is going on, if there is one, such that an error ends it and not the server
-Tell = Callable[[Callable[[Any], None]], None]
 
 
 @dataclass
@@ -86,19 +84,24 @@ class ServeRecorder:
 
     def arrived(self, request: ServedRequest) -> None:
         """A request was queued."""
-        self.tell(lambda recording: recording.arrived(request))
+        self.tell(Recording.arrived, request)
 
     def ended(self, rid: str) -> None:
         """A request was answered or aborted; with the last one the hooks come off."""
-        self.tell(lambda recording: recording.ended(rid))
+        self.tell(Recording.ended, rid)
 
-    def tell(self, event: Callable[[Any], None]) -> None:
-        """Pass an event to the recording that is going on, if there is one; an error ends it and not the server."""
+    def tell(self, event: Callable[..., Any], *given: Any) -> None:
+        """Pass an event to the recording that is going on, if there is one; an error ends it and not the server.
+
+        Args:
+            event: a method of `Recording`, or a function that takes one.
+            given: what else it takes.
+        """
         active = self._active
         if active is None:
             return
         try:
-            event(active.recording)
+            event(active.recording, *given)
         except Exception as error:  # noqa: BLE001 (reported, never raised into the host)
             self._fail(active, error)
 
@@ -153,12 +156,12 @@ class ServeRecorder:
         manifest.rank = manifest.tp_rank = self._draft.rank
         manifest.ranks = self._draft.ranks
         writer = TraceWriter(as_place(order.out), manifest, max_bytes=order.max_bytes, max_wait=order.max_wait)
-        hooks = Hooks()
+        hooks = Hooks(partial(self._guarded, number))
         try:
             for row in self._params():
                 writer.put_record("params", row)
             recording = self._draft.recording(order, writer)
-            self._draft.hang(hooks, self.tell, order, manifest)
+            self._draft.hang(hooks, recording)
         except Exception as error:
             hooks.remove()
             writer.abort(error)
@@ -173,6 +176,20 @@ class ServeRecorder:
         else:
             hooks.remove()
             self._seal(active, *called_off)
+
+    def _guarded(self, number: int, function: Callable[..., None]) -> Callable[..., None]:
+        """A hook that calls `function` while a recording goes on; an error ends the recording and not the server."""
+
+        def hook(*given: Any) -> None:
+            active = self._active
+            if active is None or active.number != number:
+                return
+            try:
+                function(*given)
+            except Exception as error:  # noqa: BLE001 (reported, never raised into the host)
+                self._fail(active, error)
+
+        return hook
 
     def _params(self) -> list[dict[str, Any]]:
         with self._reading:

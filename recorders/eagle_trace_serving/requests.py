@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from eagle_trace.errors import UsageError
@@ -61,6 +62,12 @@ class Answer:
     output_ids: Sequence[int] = ()
     text: str = ""
     speculation: Mapping[str, float] = field(default_factory=dict)
+
+
+def answer_of(ids: Any, text: Any, speculation: Mapping[str, float] = MappingProxyType({})) -> Answer:
+    """What a server's reply says of an answer; what has another form than token ids and a text tells nothing."""
+    known = [one for one in ids if type(one) is int] if isinstance(ids, list) else ()
+    return Answer(known, text if isinstance(text, str) else "", speculation)
 
 
 Answers = dict[str, Answer]

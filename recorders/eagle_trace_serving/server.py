@@ -13,15 +13,16 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from eagle_trace.checkpoints import read_config
-from eagle_trace.errors import HostError, PromptsError, RecordingError
+from eagle_trace.errors import EagleTraceError, HostError, PromptsError, RecordingError
 from eagle_trace.prompts import check_tokens, tokenize
 from eagle_trace.recording.hosts import find_host
-from eagle_trace.selection import EVERYTHING, Selection
+from eagle_trace.recording.wanted import Wanted
 from eagle_trace.store import Place
+from eagle_trace.writer import prepare_output
 from eagle_trace_serving.client import Question, ask_all, begun
 from eagle_trace_serving.control import ARM_SECONDS
 from eagle_trace_serving.described import silent_recorder
@@ -33,6 +34,8 @@ from eagle_trace_serving.requests import Answers, Request, counts_of
 
 #: how often a server that starts is asked whether it is up
 POLL_SECONDS = 0.2
+#: how long whoever interrupts a recording waits for its seal
+KEEP_SECONDS = 30.0
 #: how often it is asked whether it still records, while it answers
 WATCH_SECONDS = 1.0
 
@@ -46,6 +49,15 @@ def has_cuda() -> bool:
     return subprocess.run([sys.executable, "-c", probe], check=False, capture_output=True).returncode == 0
 
 
+def resolve_device(device: str) -> str:
+    """``cpu`` or ``cuda`` for ``auto``; raises HostError for CUDA that is not there, at which a server would fail."""
+    if device == "auto":
+        return "cuda" if has_cuda() else "cpu"
+    if device == "cuda" and not has_cuda():
+        raise HostError("there is no CUDA device here: use --device cpu")
+    return device
+
+
 class Server:
     """A running server. A context manager: on leaving, every process of it is gone.
 
@@ -57,7 +69,7 @@ class Server:
 
     Raises:
         UsageError, CheckpointError: the options do not make sense.
-        HostError: the program cannot be recorded.
+        HostError: the program cannot be recorded, or there is no device of the kind asked for.
     """
 
     def __init__(
@@ -71,14 +83,12 @@ class Server:
         self._host: ServingHost = host or find_host("server")
         options.check()
         self._host.check(options)
-        device = options.device if options.device != "auto" else ("cuda" if has_cuda() else "cpu")
-        self._options = replace(options, device=device)
+        self._options = replace(options, device=resolve_device(options.device))
         self._progress = progress
         self._target_config = read_config(options.target)
         self._process = ServerProcess(
             self._host.title, lambda address, environment: self._host.launch(self._options, address, environment)
         )
-        progress(f"starting {self._host.title} (this takes a while)")
         address = self._process.address
         self._remote = Remote(address.url, address.key, LONGEST_SECONDS, address.key)
         # loaded while the server starts
@@ -87,6 +97,7 @@ class Server:
     def __enter__(self) -> Server:
         self._process.__enter__()
         try:
+            self._progress(f"starting {self._host.title} (this takes a while)")
             self._wait_until_ready()
         except BaseException as error:
             self._process.__exit__(type(error), error, error.__traceback__)
@@ -105,21 +116,22 @@ class Server:
         request: Request,
         out: Place,
         *,
-        level: str = "values",
-        max_bytes: int | None = None,
-        selection: Selection = EVERYTHING,
-        keep_cuda_graphs: bool = False,
         argv: Sequence[str] = (),
+        **kept: Any,
     ) -> Answers:
-        """Answer, and leave a sealed trace in the empty folder `out`."""
+        """Answer, and leave a sealed trace in the empty folder `out`; where it is interrupted, of the rows so far.
+
+        Args:
+            request: what to ask.
+            out: the folder.
+            argv: the command line, for the manifest.
+            kept: fields of `Wanted`.
+        """
         token_ids = self._tokens(request)
         launch = self._process.launch
-        body = selection.to_text() | {
+        body = Wanted(**kept).said() | {
             "out": str(out),
             "named": {rid: [number, request.prompts[number].key] for number, rid in enumerate(request.rids)},
-            "level": level,
-            "max_bytes": None if max_bytes is None else str(max_bytes),
-            "keep_cuda_graphs": keep_cuda_graphs,
             "settings": request.settings,
             "started": dict(launch.settings),
             "changes": list(launch.changes),
@@ -127,14 +139,29 @@ class Server:
         }
         with self._alive():
             self._remote.start(body)
-            self._progress(f"recording {len(request.prompts)} prompts")
-            answers = self._ask(request, token_ids, recording=True)
+            try:
+                self._progress(f"recording {len(request.prompts)} prompts")
+                answers = self._ask(request, token_ids, recording=True)
+            except KeyboardInterrupt as interrupt:
+                self._keep(out, interrupt)
+                raise
             ended = self._remote.finish({"server_counts": counts_of(answers)}, None).last
             if ended.outcome != "sealed":
                 words = [f"the recording failed, {self._host.title} did not: {ended.why}", ended.detail]
                 raise RecordingError("\n".join(part for part in words if part))
         self._progress(f"sealed {out}")
         return answers
+
+    def _keep(self, out: Place, interrupt: KeyboardInterrupt) -> None:
+        """Seal what was recorded up to here while the server still lives; where that is no row, nothing stays."""
+        try:
+            ended = begun(partial(self._remote.finish, {}, "record was interrupted")).result(KEEP_SECONDS).last
+        except (EagleTraceError, TimeoutError):
+            return  # the server is gone, or its disk hangs: what is whole there stays as it is
+        if ended.outcome == "sealed" and ended.rows:
+            interrupt.add_note(f"what was recorded up to here is sealed in {out}")
+        elif ended.outcome == "sealed":
+            prepare_output(out, force=True)
 
     def _wait_until_ready(self) -> None:
         """Wait until the recorder has reported (HostError if it never will)."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from eagle_trace.recording.names import canonical_name
+from eagle_trace.families import EAGLE3, EAGLE3_MLA, Family
+from eagle_trace.recording.names import canonical_name, fills, latent_filled
 
 #: what torch also saves beside a model, and a server leaves
 NOT_WEIGHTS = ("training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scaler.pt")
@@ -32,3 +33,9 @@ def _torch_names(file: Path) -> list[str]:
 
     # the server has read these files so already; on the meta device no number is read again
     return [str(name) for name in torch.load(file, map_location="meta", weights_only=True)]
+
+
+def filled_by(draft: Path, family: Family = EAGLE3) -> dict[str, tuple[str, ...]]:
+    """By stored name, the trained names of the parameters it is loaded into, should a model of the family have them."""
+    names = checkpoint_names(draft).values()
+    return latent_filled(names) if family is EAGLE3_MLA else {name: fills(name) for name in names}

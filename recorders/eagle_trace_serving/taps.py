@@ -6,12 +6,25 @@ their inputs, rotation overwrites q and k).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from eagle_trace.capture import Shard
 from eagle_trace.recording.tap import Tap, after, before, find
 from eagle_trace_serving.parallel import halves, split_over_ranks
+
+
+def taps_of_model(inner: str, layers: Sequence[str]) -> Iterator[Tap]:
+    """What is around the decoder layers at `layers` of the model at `inner`: each norm adds to the residual as well."""
+    yield after(f"{inner}.embed_tokens", "embed")
+    yield before(layers[0], "hidden", 2, "hidden_states")
+    yield after(f"{inner}.norm", "norm", lambda output: output[0])
+    yield after(f"{inner}.norm", f"layer.{len(layers) - 1}.out", lambda output: output[1])
+
+
+def shards_of(taps: Iterable[Tap]) -> dict[str, Shard | None]:
+    """Which part of each site's last axis this rank computes; None where every rank computes all of it."""
+    return {tap.site: tap.shard for tap in taps}
 
 
 def taps_of_entry(n: int, path: str, later: str) -> Iterator[Tap]:

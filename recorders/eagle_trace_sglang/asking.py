@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from eagle_trace.prompts import Prompt
+from eagle_trace_serving.completions import chat
 from eagle_trace_serving.host import Ask
-from eagle_trace_serving.requests import Answer, Request
+from eagle_trace_serving.requests import Answer, Request, answer_of
 
 #: counts that are kept of an answer: more than any SGLang has
 MOST_COUNTS, LONGEST_COUNT = 32, 64
@@ -16,14 +17,7 @@ MOST_COUNTS, LONGEST_COUNT = 32, 64
 def ask(prompt: Prompt, rid: str, request: Request) -> Ask:
     """A text or token ids go to ``/generate``; messages where the server applies its own chat template."""
     if prompt.messages is not None:
-        body = {
-            "model": "default",
-            "messages": list(prompt.messages),
-            "rid": rid,
-            "temperature": request.temperature,
-            "max_tokens": request.max_new_tokens,
-        }
-        return Ask("/v1/chat/completions", body)
+        return chat(prompt.messages, request, model="default", rid=rid)
     given = {"text": prompt.text} if prompt.input_ids is None else {"input_ids": list(prompt.input_ids)}
     return Ask("/generate", given | {"rid": rid, "sampling_params": _sampling(request)})
 
@@ -53,12 +47,8 @@ def answers(reply: Any, rids: Sequence[str]) -> list[Answer]:
 def _answer(reply: Any) -> Answer:
     if not isinstance(reply, dict):
         return Answer()
-    ids, text, meta = (reply.get(name) for name in ("output_ids", "text", "meta_info"))
-    return Answer(
-        [one for one in ids if type(one) is int] if isinstance(ids, list) else (),
-        text if isinstance(text, str) else "",
-        speculation(meta) if isinstance(meta, dict) else {},
-    )
+    meta = reply.get("meta_info")
+    return answer_of(reply.get("output_ids"), reply.get("text"), speculation(meta) if isinstance(meta, dict) else {})
 
 
 def abort(rid: str) -> Ask:

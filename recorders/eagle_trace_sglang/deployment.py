@@ -9,7 +9,9 @@ from typing import Any
 from eagle_trace.checkpoints import read_config, text_config
 from eagle_trace.errors import CheckpointError, UsageError
 from eagle_trace.manifest import without_secrets
+from eagle_trace_serving.arguments import PREFIX_CACHE_OFF, beneath, number
 from eagle_trace_serving.host import Address, Launch, ServerOptions
+from eagle_trace_serving.pair import check_fit
 from eagle_trace_sglang.releases import check_release
 from eagle_trace_sglang.targets import check_classes
 from sglang_cpu_eagle import cpu_environment
@@ -24,9 +26,10 @@ ONE_REPLICA = (
 )
 
 
-def tensor_parallel_size(extra: Sequence[str]) -> int:
-    """Ranks that SGLang's own arguments ask for."""
-    return _number(extra, TENSOR_PARALLEL)
+def check(options: ServerOptions) -> None:
+    """Refuse what cannot work; see `eagle_trace_serving.host.ServingHost.check`."""
+    check_parallelism(options.host_args)
+    check_deployment(options.target, options.draft)
 
 
 def check_parallelism(extra: Sequence[str]) -> None:
@@ -35,76 +38,40 @@ def check_parallelism(extra: Sequence[str]) -> None:
     Raises:
         UsageError: they ask for more than one replica.
     """
-    if _number(extra, DATA_PARALLEL) > 1 or "--enable-dp-attention" in extra:
+    if any(number(extra, [name]) > 1 for name in DATA_PARALLEL) or "--enable-dp-attention" in extra:
         raise UsageError(ONE_REPLICA)
 
 
-def _number(extra: Sequence[str], names: Sequence[str]) -> int:
-    """Value of the last of the options `names` among `extra`; 1 if there is none, or none that is a number."""
-    found = 1
-    words = list(extra)
-    for at, word in enumerate(words):
-        name, _, value = word.partition("=")
-        if not value:
-            value = "".join(words[at + 1 : at + 2])
-        if name in names and value.isascii() and value.isdecimal() and len(value) < 10:
-            found = int(value)
-    return found
-
-
-def check_deployment(target: Path, draft: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Configs of target and draft, if SGLang can load the pair at all.
-
-    Only what must fail is refused here: a draft that loads and computes garbage is what a recording is for.
+def check_deployment(target: Path, draft: Path) -> None:
+    """Refuse a pair that SGLang cannot load at all.
 
     Raises:
         CheckpointError: a folder is not what SGLang needs, or the two do not fit.
     """
-    target_config, draft_config = read_config(target), read_config(draft)
-    if "transformer_layer_config" in draft_config or "speculators_model_type" in draft_config:
+    config = read_config(draft)
+    if "transformer_layer_config" in config or "speculators_model_type" in config:
         raise CheckpointError(
             f"the draft {draft} is in speculators format, which SGLang does not read: "
             f"convert it with `eagle-trace export {draft} OUT --target {target}` and give OUT"
         )
-    if not any("Eagle3" in str(name) for name in draft_config.get("architectures") or []):
+    if not any("Eagle3" in str(name) for name in config.get("architectures") or []):
         raise CheckpointError(
-            f"the draft {draft} is no EAGLE-3 draft for SGLang: its config says {draft_config.get('architectures')}, "
+            f"the draft {draft} is no EAGLE-3 draft for SGLang: its config says {config.get('architectures')}, "
             'not ["LlamaForCausalLMEagle3"]'
         )
-    if not any(any(draft.glob(pattern)) for pattern in ("*.safetensors", "*.bin", "*.pt")):
-        raise CheckpointError(f"the draft {draft} has no weights: SGLang loads *.safetensors, else *.bin, else *.pt")
-    # a draft of another width says what it is fed, and keeps an embedding of its own
-    wide = text_config(target_config).get("hidden_size")
-    narrow = draft_config.get("target_hidden_size") or draft_config.get("hidden_size")
-    if wide != narrow:
-        raise CheckpointError(
-            f"target and draft do not fit: the target is {wide} wide, and the draft takes features of {narrow}; "
-            "use the target this draft was trained for"
-        )
-    return target_config, draft_config
+    check_fit("SGLang", target, draft)
 
 
 def launch(options: ServerOptions, address: Address, environment: Mapping[str, str]) -> Launch:
     """How SGLang is started for a recording; see `eagle_trace_serving.host.ServingHost.launch`."""
     check_release(options.device)
     check_classes(read_config(options.target), read_config(options.draft), options.host_args)
-    arguments, changes = server_arguments(
-        target=options.target,
-        draft=options.draft,
-        steps=options.steps,
-        topk=options.topk,
-        draft_tokens=options.verified_tokens,
-        dtype=options.dtype,
-        device=options.device,
-        tokens=options.cache_tokens,
-        keep_cuda_graphs=options.keep_cuda_graphs,
-        extra=options.host_args,
-    )
+    arguments, changes = server_arguments(options)
     on_cpu = options.device == "cpu"
     if on_cpu:
         for folder in (options.target, options.draft):
             check_cpu_rotation(folder, text_config(read_config(folder)))
-        environment = cpu_environment(environment, ranks=tensor_parallel_size(options.host_args))
+        environment = cpu_environment(environment, ranks=number(options.host_args, TENSOR_PARALLEL))
     return Launch(
         module="eagle_trace_sglang.launch",
         job={"server_args": arguments, "port": address.port, "key": address.key},
@@ -138,55 +105,39 @@ def check_cpu_rotation(folder: Path, config: Mapping[str, Any]) -> None:
         )
 
 
-def server_arguments(
-    *,
-    target: Path,
-    draft: Path,
-    steps: int,
-    topk: int,
-    draft_tokens: int,
-    dtype: str,
-    device: str,
-    tokens: int,
-    extra: Sequence[str],
-    keep_cuda_graphs: bool = False,
-) -> tuple[list[str], list[str]]:
+def server_arguments(options: ServerOptions) -> tuple[list[str], list[str]]:
     """SGLang's command line for a recording, and one sentence for each thing that recording changes.
 
-    Args:
-        tokens: room in the key/value cache, in tokens (used on CPU, where SGLang cannot work it out).
-        extra: the user's own arguments; they come last and win.
-        keep_cuda_graphs: whether SGLang may use its CUDA graphs.
+    The user's own arguments come last and win.
     """
     arguments = {
-        "--model-path": str(target),
+        "--model-path": str(options.target),
         "--speculative-algorithm": "EAGLE3",
-        "--speculative-draft-model-path": str(draft),
-        "--speculative-num-steps": str(steps),
-        "--speculative-eagle-topk": str(topk),
-        "--speculative-num-draft-tokens": str(draft_tokens),
-        "--dtype": dtype,
-        "--device": device,
+        "--speculative-draft-model-path": str(options.draft),
+        "--speculative-num-steps": str(options.steps),
+        "--speculative-eagle-topk": str(options.topk),
+        "--speculative-num-draft-tokens": str(options.verified_tokens),
+        "--dtype": options.dtype,
+        "--device": options.device,
         "--log-level": "info",
         "--random-seed": "0",
     }
-    flags, changes = ["--skip-server-warmup"], []
-    if not keep_cuda_graphs:
+    extra, flags, changes = options.host_args, ["--skip-server-warmup"], []
+    if not options.keep_cuda_graphs:
         flags.append("--disable-cuda-graph")
         changes.append("CUDA graphs off: Python hooks do not run inside a replayed graph")
     if "--enable-radix-cache" not in extra:
         flags.append("--disable-radix-cache")
-        changes.append("prefix cache off: a cached position is not computed, so it could not be recorded")
-    if device == "cpu":
+        changes.append(PREFIX_CACHE_OFF)
+    if options.device == "cpu":
         arguments |= {
             "--attention-backend": "intel_amx",
             "--mem-fraction-static": "0.3",
-            "--max-total-tokens": str(tokens),
+            # room in the cache, which SGLang cannot work out here
+            "--max-total-tokens": str(options.cache_tokens),
         }
         # an idle scheduler polls without a pause, which on two cores takes one from everybody else
         flags.append("--sleep-on-idle")
         changes.append("SGLang's CPU engine with eagle-trace's own attention and tree kernels")
-    given = {word.split("=", 1)[0] for word in extra}
-    line = [word for name, value in arguments.items() if name not in given for word in (name, value)]
-    extra = [word for word in extra if word != "--enable-radix-cache"]
-    return [*line, *flags, *extra], changes
+    users = [word for word in extra if word != "--enable-radix-cache"]
+    return [*beneath(arguments, users), *flags, *users], changes

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from eagle_trace.recording.hooks import Hooks
-from eagle_trace_serving.recorder import Tell
+from eagle_trace_serving.recording import Recording
 from eagle_trace_sglang.batches import batch_of
 
 #: where the draft worker and its model runner hold graph runners
@@ -41,7 +41,7 @@ def run_eagerly(hooks: Hooks, worker: Any) -> None:
             hooks.replace(owner, name, None)
 
 
-def hook_graph_boundaries(hooks: Hooks, worker: Any, tell: Tell) -> None:
+def hook_graph_boundaries(hooks: Hooks, worker: Any, recording: Recording) -> None:
     """Record what enters and leaves the graph of the draft's extend: features in, carry and logits out.
 
     The graph of the draft steps returns tokens only; those are in rounds.parquet anyway.
@@ -49,7 +49,7 @@ def hook_graph_boundaries(hooks: Hooks, worker: Any, tell: Tell) -> None:
     Args:
         hooks: takes the hooks off again.
         worker: SGLang's `EagleDraftWorker`.
-        tell: passes an event to the recording.
+        recording: told of each replay.
     """
     extend = getattr(worker, "cuda_graph_runner_for_draft_extend", None)
     if extend is None:
@@ -59,6 +59,6 @@ def hook_graph_boundaries(hooks: Hooks, worker: Any, tell: Tell) -> None:
         batch = args[0] if args else kwargs["forward_batch"]
         chosen = args[1] if len(args) > 1 else kwargs["select_index"]
         sites = {"carry": result.hidden_states, "logits": result.next_token_logits}
-        tell(lambda recording: recording.replayed(batch_of(batch), chosen, sites))
+        recording.replayed(batch_of(batch), chosen, sites)
 
     hooks.wrap(extend, "execute", replayed)

@@ -1,17 +1,14 @@
-"""The process that `record` starts: SGLang's own HTTP server, which ends with whoever started it.
+"""The process that `record` starts: SGLang's own HTTP server.
 
-Run as ``python -m eagle_trace_sglang.launch FILE``, FILE being a JSON file with `server_args` (SGLang's own command
-line), `port` and `key`. It serves until standard input ends.
+Its job has `server_args` (SGLang's own command line), `port` and `key`.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import sys
-import threading
-from pathlib import Path
 from typing import Any
+
+from eagle_trace_serving.launching import take_job
 
 #: what a user's own arguments may say, and a server that only `record` asks does without
 _PLAIN: dict[str, Any] = {
@@ -31,8 +28,7 @@ _PLAIN: dict[str, Any] = {
 
 def main() -> None:
     """Serve the job named on the command line until standard input ends."""
-    job = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
-    threading.Thread(target=_end_with_input, name="eagle-trace-parent", daemon=True).start()
+    job = take_job(_end)
     from sglang.srt.entrypoints.http_server import launch_server
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import prepare_server_args
@@ -49,9 +45,7 @@ def main() -> None:
         _end_children()
 
 
-def _end_with_input() -> None:
-    while os.read(0, 1 << 10):
-        pass
+def _end() -> None:
     _end_children()
     os._exit(0)
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from eagle_trace.errors import HostError
 from eagle_trace.families import EAGLE3, EAGLE3_MLA, Family
+from eagle_trace_serving.parallel import place
 
 
 def draft_layers(model: Any) -> list[tuple[str, Any]]:
@@ -30,3 +31,15 @@ def family_of(model: Any) -> Family:
     """Which sites a loaded draft has: by what its attention is made of."""
     attention = getattr(draft_layers(model)[0][1], "self_attn", None)
     return EAGLE3_MLA if hasattr(attention, "kv_lora_rank") else EAGLE3
+
+
+def draft_place(model: Any) -> tuple[int, int]:
+    """Rank of this process among those that run the draft together, and how many they are.
+
+    The modules are asked, not the command line: under data-parallel attention the draft runs in a smaller group than
+    the target.
+    """
+    attention = getattr(draft_layers(model)[0][1], "self_attn", None)
+    # latent attention splits its heads at `q_b_proj`
+    linear = getattr(attention, "qkv_proj", None) or getattr(attention, "q_b_proj", None)
+    return (0, 1) if linear is None else place(linear)

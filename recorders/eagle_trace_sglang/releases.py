@@ -1,16 +1,9 @@
-"""Which SGLang is installed here, and whether a recorder can be hung into it; asked before anything starts.
-
-The answer comes from the package's metadata and from its sources, parsed and not run: importing SGLang takes seconds
-and wants its whole environment, and a plugin that finds out later is only logged by SGLang.
-"""
+"""Which SGLang is installed here, and whether a recorder can be hung into it; asked before anything starts."""
 
 from __future__ import annotations
 
-import importlib.util
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
-
-from eagle_trace.errors import HostError
+from eagle_trace.extras import way_to
+from eagle_trace_serving.releases import Releases
 from eagle_trace_serving.sources import HookPoint, missing_names
 
 #: releases whose recording was compared with the training forward and agreed (docs/support.md), newest first
@@ -56,8 +49,6 @@ HOOK_POINTS = (
     HookPoint("speculative/eagle_utils.py", ("_is_cpu",), "verification on a CPU", cpu=True),
 )
 
-#: releases that have every hook point and whose own CPU attention is wrong: a recording there would name a fault that
-#: the same release does not have on a GPU
 WRONG_ON_CPU = dict.fromkeys(
     ("0.5.18", "0.5.17", "0.5.16"),
     "its CPU attention takes the committed length for that of every verify and draft step (repaired in 0.5.19)",
@@ -67,47 +58,23 @@ WRONG_ON_CPU = dict.fromkeys(
 SAMPLING = HookPoint("speculative/eagle_utils.py", ("_verify_uses_greedy",), "sampling on a CPU", cpu=True)
 
 
+RELEASES = Releases(
+    title="SGLang",
+    package="sglang",
+    folder="srt",
+    install=way_to("serve"),
+    tested=TESTED,
+    hook_points=HOOK_POINTS,
+    wrong_on_cpu=WRONG_ON_CPU,
+)
+
+
 def check_release(device: str) -> list[str]:
-    """What a recording with the installed SGLang must be warned of: nothing for a release that was tested.
-
-    Args:
-        device: where SGLang is to run, `cpu` or `cuda`.
-
-    Raises:
-        HostError: no SGLang is installed, or one that lacks a hook point; the message names it and the way out.
-    """
-    name, folder = installed()
-    way_out = f"Supported are {', '.join(TESTED)}: install one of them, for example pip install 'sglang=={TESTED[0]}'"
-    if device == "cpu" and name in WRONG_ON_CPU:
-        raise HostError(f"SGLang {name} is not supported on cpu: {WRONG_ON_CPU[name]}. {way_out}")
-    lacking = [point for point in HOOK_POINTS if (device == "cpu" or not point.cpu) and missing_names(folder, point)]
-    if lacking:
-        said = "; ".join(f"no {' or '.join(missing_names(folder, p))} in {p.file} ({p.gives})" for p in lacking)
-        raise HostError(f"SGLang {name} is not supported on {device}: it has {said}. {way_out}")
-    warnings = []
-    if name not in TESTED:
-        warnings.append(
-            f"SGLang {name} is not among the releases eagle-trace was tested with ({', '.join(TESTED)}); it has every "
-            "hook point, so the recording went on"
-        )
+    """What a recording on a device must be warned of, or HostError; see `Releases.check`."""
+    warnings = RELEASES.check(device)
+    name, folder = RELEASES.installed()
     if device == "cpu" and missing_names(folder, SAMPLING):
         warnings.append(
             f"SGLang {name} verifies greedily on a CPU: there a temperature counts for the first token only"
         )
     return warnings
-
-
-def installed() -> tuple[str, Path]:
-    """Version of the SGLang that an import here would find, and its folder `sglang/srt`.
-
-    Raises:
-        HostError: there is none.
-    """
-    found = importlib.util.find_spec("sglang")
-    try:
-        name = version("sglang")
-    except PackageNotFoundError:
-        name = "of an unknown version"
-    if found is None or not found.submodule_search_locations:
-        raise HostError("SGLang is not installed here: pip install 'eagle-trace[serve]'")
-    return name, Path(next(iter(found.submodule_search_locations))) / "srt"

@@ -7,16 +7,14 @@ both their inputs, rotation overwrites q and k).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from eagle_trace.capture import Shard
 from eagle_trace.families import EAGLE3_MLA
-from eagle_trace.manifest import Manifest
 from eagle_trace.recording.hooks import Hooks
 from eagle_trace.recording.tap import Receive, Tap, after, before, find, first, hang, is_module
 from eagle_trace_serving.parallel import columns_held, place, split_over_ranks
-from eagle_trace_serving.taps import layer_taps, taps_behind_attention, taps_of_entry
+from eagle_trace_serving.taps import layer_taps, taps_behind_attention, taps_of_entry, taps_of_model
 from eagle_trace_sglang.layers import draft_layers, family_of
 
 
@@ -26,16 +24,12 @@ def taps(model: Any) -> list[Tap]:
     Raises:
         HostError: see `draft_layers`.
     """
-    layers = draft_layers(model)
-    last = len(layers) - 1
+    layers = [path for path, _ in draft_layers(model)]
     return [
         before("model.fc", "fc.in"),
         after("model.fc", "fc.out", shard=columns_held(find(model, "model.fc"))),
-        after("model.embed_tokens", "embed"),
-        before(layers[0][0], "hidden", 2, "hidden_states"),
-        *(tap for n, (path, _) in enumerate(layers) for tap in _layer(n, path, model)),
-        after("model.norm", "norm", lambda output: output[0]),
-        after("model.norm", f"layer.{last}.out", lambda output: output[1]),
+        *taps_of_model("model", layers),
+        *(tap for n, path in enumerate(layers) for tap in _layer(n, path, model)),
         # the inner model returns (normed, [what the next step receives])
         after("model", "carry", lambda output: output[1][0]),
         after("logits_processor", "logits", lambda output: output.next_token_logits),
@@ -101,23 +95,6 @@ def hook_draft(hooks: Hooks, model: Any, receive: Receive) -> dict[str, str]:
     """
     unsummed = partial_sums(model)
     return hang(hooks, model, [tap for tap in taps(model) if tap.site not in unsummed], receive)
-
-
-def shards(model: Any) -> dict[str, Shard | None]:
-    """Which part of each site's last axis this rank computes; None where every rank computes all of it."""
-    return {tap.site: tap.shard for tap in taps(model)}
-
-
-def tell_missing(manifest: Manifest, missing: Mapping[str, str]) -> None:
-    """Write the sites that a draft has no place for (as `hook_draft` returns them) into a manifest."""
-    manifest.not_materialised += [
-        {"site": site, "rows": "all", "why": f"SGLang's draft class has no {place}"} for site, place in missing.items()
-    ]
-    if missing:
-        manifest.warnings.append(
-            f"this SGLang's draft class has no {', '.join(sorted(set(missing.values())))}: "
-            f"not recorded are {', '.join(missing)}"
-        )
 
 
 def partial_sums(model: Any) -> list[str]:

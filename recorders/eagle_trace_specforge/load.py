@@ -17,10 +17,10 @@ from specforge.modeling.auto import AutoDraftModel, AutoDraftModelConfig
 from eagle_trace.checkpoints import checkpoint_facts
 from eagle_trace.errors import CheckpointError
 from eagle_trace_specforge.published import head_config, read_head
-from eagle_trace_training.host import LoadedDraft, TrainingHost
+from eagle_trace_training.host import LoadedDraft
 from eagle_trace_training.numerics import quiet, raise_dtype
-from eagle_trace_training.published import MAPS, Published, captured_inputs, fill_from_target
-from eagle_trace_training.weights import first_line
+from eagle_trace_training.published import MAPS, Published, captured_inputs, from_target
+from eagle_trace_training.weights import loading
 
 FACTS = (
     "model_type", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
@@ -28,11 +28,10 @@ FACTS = (
 )  # fmt: skip
 
 
-def load_draft(host: TrainingHost, draft: Path, target: Path | None, dtype: str, device: str) -> LoadedDraft:
+def load_draft(draft: Path, target: Path | None, dtype: str, device: str) -> LoadedDraft:
     """Load a draft in `dtype` onto `device`.
 
     Args:
-        host: SpecForge.
         draft: folder in the format that servers load, as SpecForge exports it or as somebody published it.
         target: folder of the target, None if none is needed.
         dtype: on-disk dtype name.
@@ -44,10 +43,11 @@ def load_draft(host: TrainingHost, draft: Path, target: Path | None, dtype: str,
     head = read_head(draft)
     stored = set(head.state)
     model = _build(head)
-    notes = fill_from_target(head, model, target)
+    taken, notes = from_target(draft, head.state, model, target)
+    head.state |= taken
     missing = _load(model, head)
     raise_dtype(model, dtype)  # not .to(dtype), which rounds the rotary tables as well
-    layer_ids = captured_inputs(head, target, default_layers)
+    layer_ids = captured_inputs(head, target)
     facts = checkpoint_facts(draft, head_config(draft)) | {
         "format": "specforge",
         "layer_ids": layer_ids,
@@ -56,14 +56,19 @@ def load_draft(host: TrainingHost, draft: Path, target: Path | None, dtype: str,
         "translated": head.translated,
         **{name: getattr(model.config, name, None) for name in FACTS},
     }
-    made = loaded(host, model.to(device).eval(), layer_ids)
+    made = loaded(model.to(device).eval(), layer_ids)
     return replace(made, stored=stored, facts=facts, warnings=notes)
 
 
-def loaded(host: TrainingHost, model: Any, layer_ids: list[int] | None) -> LoadedDraft:
+def ids_of(config: Any) -> list[int] | None:
+    """Target layers that a config names, by Hugging Face's numbers (the input of layer i); None if it names none."""
+    ids = (config.to_dict().get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+    return None if ids is None else [i + 1 for i in ids]
+
+
+def loaded(model: Any, layer_ids: list[int] | None) -> LoadedDraft:
     """A model with what its config says of it."""
     return LoadedDraft(
-        host,
         model,
         layer_ids,
         stored=set(model.state_dict()),
@@ -74,28 +79,19 @@ def loaded(host: TrainingHost, model: Any, layer_ids: list[int] | None) -> Loade
     )
 
 
-def default_layers(layers: int) -> list[int]:
-    """Servers' ids of the layers that are captured of a target of so many, where the draft names none."""
-    return [1, layers // 2 - 1, layers - 4]
-
-
 def _build(head: Published) -> Any:
     """SpecForge's model of a draft's config, in float32 and with its start values."""
     with tempfile.TemporaryDirectory() as folder, quiet(), contextlib.redirect_stdout(None):
         file = Path(folder) / "config.json"
         file.write_text(json.dumps(head.config))
-        try:
+        with loading(f"SpecForge refuses the config of {head.folder}"):
             return AutoDraftModel.from_config(AutoDraftModelConfig.from_file(str(file)), attention_backend="sdpa")
-        except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
-            raise CheckpointError(f"SpecForge refuses the config of {head.folder}: {first_line(error)}") from error
 
 
 def _load(model: Any, head: Published) -> list[str]:
     """Load the tensors; returns the names that are not there and need not be."""
-    try:
+    with loading(f"SpecForge cannot load {head.folder}"):
         missing, unexpected = model.load_state_dict(head.state, strict=False)
-    except RuntimeError as error:
-        raise CheckpointError(f"SpecForge cannot load {head.folder}: {first_line(error)}") from error
     # a draft over the whole vocabulary does without its maps, and no forward reads the inverse one
     whole = model.config.draft_vocab_size == model.config.vocab_size
     if lost := [name for name in missing if name not in (MAPS if whole else ("t2d",))]:

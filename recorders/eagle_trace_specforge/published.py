@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from eagle_trace.errors import CheckpointError
-from eagle_trace_training.published import Published, read_flat_config, read_published
+from eagle_trace_training.config import refuse_first
+from eagle_trace_training.published import Published, beyond_one_layer, read_flat_config, read_published
 
 CLASS = "LlamaForCausalLMEagle3"
 OWN = "midlayer."
@@ -64,28 +65,20 @@ def _translate_flags(found: Published) -> None:
 def _check(found: Published) -> None:
     """Raises CheckpointError for the first thing that SpecForge's class cannot express."""
     config, state, inner = found.config, found.state, found.part("eagle_config")
-    rope = found.part("rope_parameters") or found.part("rope_scaling")
-    kind = str(rope.get("rope_type") or rope.get("type") or "default")
-    layers = sorted(name for name in state if name.startswith("layers."))
     biases = sorted(name for name in state if name.endswith(".bias"))
     used = [name for name in biases if state[name].count_nonzero()]
     fc = state.get("fc.weight")
     if fc is None or fc.ndim != 2:
         raise CheckpointError(f"{found.folder} has no fc.weight: it is not an EAGLE-3 draft")
     features = fc.shape[1] / found.number("target_hidden_size", found.number("hidden_size"))
-    for wrong, what in (
-        (found.quantised, f"holds quantised tensors ({', '.join(found.quantised[:2])}, ...)"),
-        (config.get("quantization_config"), "has a quantization_config"),
-        (layers, f"has more than one layer ({', '.join(layers[:2])}, ...)"),
+    refused = [
+        *beyond_one_layer(found, ROPE),
         (used, f"has biases ({', '.join(used[:2])}, ...)"),
         (features != 3, f"takes {features:g} features of the target, not 3"),
-        (config.get("norm_before_residual"), "has norm_before_residual: its residual stream starts from the norm"),
         (inner.get("norm_before_fc") or config.get("norm_before_fc"), "norms its features together (norm_before_fc)"),
-        (kind not in ROPE or "mrope_section" in rope, f"rotates by {kind} sections or scaling"),
         (inner.get("use_aux_hidden_state") is False, "takes no features of inner layers (use_aux_hidden_state false)"),
-    ):
-        if wrong:
-            raise CheckpointError(f"{found.folder} {what}, which SpecForge's class cannot express: {WAY_OUT}")
+    ]
+    refuse_first(found.folder, refused, f", which SpecForge's class cannot express: {WAY_OUT}")
     for name in biases:
         del state[name]
         found.translated.append(f"{name} is zero: left out")

@@ -13,20 +13,29 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
 from speculators.models.utils import resolve_target_layer_ids
-from speculators.utils.loading import load_model_layers
 
 from eagle_trace.checkpoints import checkpoint_facts, read_config
 from eagle_trace.errors import CheckpointError
-from eagle_trace_speculators.params import draft_tensors
-from eagle_trace_training.host import LoadedDraft, TrainingHost
+from eagle_trace_training.config import check_config, check_map, refuse_first
+from eagle_trace_training.host import LoadedDraft
 from eagle_trace_training.numerics import DTYPES, quiet
-from eagle_trace_training.weights import first_line, stored_names, target_config, weight_files
+from eagle_trace_training.published import EMBEDDING, HEAD, MAPS, from_target
+from eagle_trace_training.weights import (
+    PLAIN,
+    draft_tensors,
+    first_line,
+    loading,
+    stored_forms,
+    stored_tensor,
+    target_config,
+    weight_files,
+)
 
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "embed_requires_grad")
-EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
+#: training's own targets
+NOT_DRAFT = ("verifier_lm_head.", "verifier_norm.")
 SEED = 0
 
 
@@ -34,7 +43,7 @@ class _StandaloneDraft(Eagle3DraftModel):
     """Speculators' draft, loaded from its own folder only."""
 
     def load_verifier_weights(self) -> None:
-        """Nothing: see `_fill_from_target`."""
+        """Nothing: see `load_draft`."""
 
 
 def uncompiled(function: Any) -> Any:
@@ -64,21 +73,20 @@ def read_draft_config(draft: Path) -> Eagle3SpeculatorConfig:
         raise CheckpointError(f"{draft} is no speculators draft: its config.json has no speculators_model_type")
     if kind != "eagle3":
         raise CheckpointError(f"{draft} is a {kind} draft: only eagle3 can be recorded")
-    try:
+    layer = data.get("transformer_layer_config")
+    check_config(draft, data | (layer if isinstance(layer, dict) else {}))
+    with quiet(), loading(f"speculators refuses the config of {draft}"):
         config = Eagle3SpeculatorConfig.from_pretrained(draft)
-    except (ValueError, TypeError, OSError, KeyError) as error:
-        raise CheckpointError(f"speculators refuses the config of {draft}: {first_line(error)}") from error
     if not weight_files(draft):
         raise CheckpointError(f"{draft} holds no *.safetensors: the draft's weights are missing")
     config.transformer_layer_config._attn_implementation = "eager"
     return config
 
 
-def load_draft(host: TrainingHost, draft: Path, target: Path | None, dtype: str, device: str) -> LoadedDraft:
+def load_draft(draft: Path, target: Path | None, dtype: str, device: str) -> LoadedDraft:
     """Load a draft in `dtype` onto `device`.
 
     Args:
-        host: speculators.
         draft: folder that speculators saved.
         target: folder of the target, None if none is needed.
         dtype: on-disk dtype name.
@@ -92,17 +100,16 @@ def load_draft(host: TrainingHost, draft: Path, target: Path | None, dtype: str,
     config.eagle_aux_hidden_state_layer_ids = layer_ids
     # with a name here, from_pretrained reads the config of a verifier that may not exist any more
     config.speculators_config.verifier.name_or_path = None
-    stored = stored_names(draft)
-    with quiet(), torch.random.fork_rng(devices=[]):
+    stored = _stored(draft, config)
+    with quiet(), torch.random.fork_rng(devices=[]), loading(f"speculators cannot load {draft}"):
         torch.manual_seed(SEED)
-        try:
-            # the dtype must come in here: .to(dtype) would also round the rotary frequencies
-            model = _StandaloneDraft.from_pretrained(draft, config=config, dtype=DTYPES[dtype])
-        except (RuntimeError, ValueError, OSError, KeyError, SafetensorError) as error:
-            raise CheckpointError(f"speculators cannot load {draft}: {first_line(error)}") from error
-    notes = _fill_from_target(model, stored, draft, target)
+        # the dtype must come in here: .to(dtype) would also round the rotary frequencies
+        model = _StandaloneDraft.from_pretrained(draft, config=config, dtype=DTYPES[dtype])
+    taken, notes = from_target(draft, stored, model, target, model.t2d.bool() if model.use_draft_vocab else None)
+    for name, tensor in taken.items():
+        model.get_parameter(name).data.copy_(tensor)
     model = model.to(device).eval()
-    names = set(draft_tensors(model))
+    names = set(draft_tensors(model, NOT_DRAFT))
     missing, dropped = sorted(names - stored), sorted(stored - names)
     facts = checkpoint_facts(draft, read_config(draft)) | config_facts(config, layer_ids)
     facts |= {"missing_keys": missing, "dropped_keys": dropped}
@@ -110,19 +117,38 @@ def load_draft(host: TrainingHost, draft: Path, target: Path | None, dtype: str,
         notes.append(f"not in the draft's checkpoint, left at their start values: {', '.join(others)}")
     if dropped:
         notes.append(f"in the draft's checkpoint, not used by speculators: {', '.join(dropped)}")
-    made = loaded(host, model, layer_ids)
-    return replace(made, stored=stored, facts=facts, warnings=notes)
+    return replace(loaded(model, layer_ids), stored=stored, facts=facts, warnings=notes)
 
 
-def loaded(host: TrainingHost, model: Any, layer_ids: list[int] | None) -> LoadedDraft:
+def _stored(draft: Path, config: Any) -> set[str]:
+    """Names of a draft's tensors; raises CheckpointError for what its class cannot take, or would convert silently."""
+    forms = stored_forms(draft)
+    quantised = [name for name, (dtype, _) in forms.items() if dtype not in PLAIN and name not in MAPS]
+    refuse_first(
+        draft,
+        [(quantised, f"holds quantised tensors ({', '.join(quantised[:2])}, ...)")],
+        ", which speculators' class cannot express",
+    )
+    vocabulary = config.transformer_layer_config.vocab_size
+    check_map(draft, stored_tensor(draft, "d2t"), config.draft_vocab_size or vocabulary, vocabulary)
+    # by its config alone: transformers only logs which tensor does not fit
+    with quiet(), torch.device("meta"), loading(f"speculators cannot load {draft}"):
+        made = _StandaloneDraft(config).state_dict()
+    for name in sorted(made.keys() & forms.keys()):
+        shape, built = forms[name][1], list(made[name].shape)
+        if shape != built:
+            raise CheckpointError(f"{name} in {draft} is {shape}, its config makes {built}")
+    return set(forms)
+
+
+def loaded(model: Any, layer_ids: list[int] | None) -> LoadedDraft:
     """A model with what its config says of it."""
     config = model.config
     methods = config.speculators_config.proposal_methods
     return LoadedDraft(
-        host,
         model,
         layer_ids,
-        stored=set(draft_tensors(model)),
+        stored=set(draft_tensors(model, NOT_DRAFT)),
         facts={},
         fused_width=int(model.fc.in_features),
         hidden_size=int(model.hidden_size),  # speculators makes the draft's and the target's the same
@@ -147,29 +173,6 @@ def _layer_ids(config: Any, draft: Path, target: Path | None) -> list[int] | Non
             return list(resolve_target_layer_ids(ids, str(target)))
     except ValueError as error:
         raise CheckpointError(f"the draft {draft} does not fit the target {target}: {first_line(error)}") from error
-
-
-def _fill_from_target(model: Any, stored: set[str], draft: Path, target: Path | None) -> list[str]:
-    """Take the embedding and the head from the target where the checkpoint has none; says what was taken."""
-    wanted = [name for name in (EMBEDDING, HEAD) if name not in stored]
-    if not wanted:
-        return []
-    if target is None:
-        raise CheckpointError(
-            f"the draft {draft} has no {' and no '.join(wanted)}: give the target that it takes them from"
-        )
-    try:
-        with quiet():
-            weights = load_model_layers([EMBEDDING, HEAD], str(target))
-            # a target with tied embeddings has no head of its own
-            weights.setdefault(HEAD, weights[EMBEDDING])
-            if model.use_draft_vocab and HEAD in wanted:
-                weights[HEAD] = weights[HEAD][model.t2d.bool()]
-            for name in wanted:
-                model.get_parameter(name).data.copy_(weights[name])
-    except (RuntimeError, ValueError, OSError, KeyError, SafetensorError) as error:
-        raise CheckpointError(f"cannot take {' and '.join(wanted)} from {target}: {first_line(error)}") from error
-    return [f"{name} is not in the draft's checkpoint: taken from the target, as speculators does" for name in wanted]
 
 
 def config_facts(config: Any, layer_ids: list[int] | None) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 from speculators.train.trainer import Trainer
 
 from eagle_trace_speculators.live import LiveModel
-from eagle_trace_speculators.trainer import Speculators
+from eagle_trace_speculators.trainer import TRAINER
 from eagle_trace_training.host import Training
 
 #: where speculators' handlers for TensorBoard, W&B, Trackio and MLflow hang
@@ -26,8 +26,8 @@ def training(trainer: Any) -> Training:
         UsageError: there is no EAGLE-3 draft in it.
     """
     if isinstance(trainer, Trainer):
-        return Training(LiveModel(Speculators(), trainer.model), trainer.model, lambda: int(trainer.global_step), log)
-    return Training(LiveModel(Speculators(), trainer), trainer, None, log)
+        return Training(TRAINER, LiveModel(trainer.model), trainer.model, lambda: int(trainer.global_step), log)
+    return Training(TRAINER, LiveModel(trainer), trainer, None, log)
 
 
 def log(values: Mapping[str, float | str], step: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,6 +21,7 @@ from eagle_trace.sketch import sample_channels
 from eagle_trace_training.host import Sample, TrainingHost
 from eagle_trace_training.numerics import DTYPES, computing_in, quiet, raise_dtype
 from eagle_trace_training.replay import Task
+from eagle_trace_training.routing import Routing
 from eagle_trace_training.target_model import decoder_of, load_target
 
 Progress = Callable[[str], None]
@@ -63,7 +65,8 @@ class ComputedFeatures:
 
     The target is loaded once, widened in place for the second pass, and gone before the draft runs; the
     features of all prompts stay in host memory. Beside them `layers` holds a few channels of every layer's hidden
-    state, so that whatever a server fed instead can be recognised later.
+    state, so that whatever a server fed instead can be recognised later, and `routing` how near each token came to
+    other experts, None where no other precision says what rounding does.
 
     Args:
         target: folder of the target.
@@ -98,12 +101,16 @@ class ComputedFeatures:
         decoder = decoder_of(model.to(precision.device).eval(), target)
         progress(f"target features of {len(tasks)} prompts in {dtype}")
         self.layers = LayerSamples(decoder, sum(max(0, len(task.token_ids) - 1) for task in tasks))
-        with self.layers:
-            self._low = self._run(decoder, layer_ids, tasks, dtype, self.layers.keep)
+        self.routing = Routing(decoder, max(layer_ids, default=0), dtype) if reference != dtype else None
+        with self.layers, self.routing.watching() if self.routing else nullcontext():
+            after = [self.layers.keep, *([self.routing.keep] if self.routing else [])]
+            self._low = self._run(decoder, layer_ids, tasks, dtype, after)
         self._reference = self._low
-        if reference != dtype:
+        if self.routing is not None:
             progress(f"target features of {len(tasks)} prompts in {reference}, for the rounding floor")
-            self._reference = self._run(raise_dtype(decoder, reference), layer_ids, tasks, reference)
+            with self.routing.watching():
+                wide = raise_dtype(decoder, reference)
+                self._reference = self._run(wide, layer_ids, tasks, reference, [self.routing.measure])
 
     def count(self, task: Task) -> int:
         """Every root whose next token is known."""
@@ -119,7 +126,7 @@ class ComputedFeatures:
         layer_ids: Sequence[int],
         tasks: Sequence[Task],
         dtype: str,
-        after: Callable[[int], None] = lambda _: None,
+        after: Sequence[Callable[[int], None]],
     ) -> dict[int, Any]:
         found: dict[int, Any] = {}
         device = next(decoder.parameters()).device
@@ -140,7 +147,8 @@ class ComputedFeatures:
                 token_ids = torch.tensor([task.token_ids[:-1]], dtype=torch.long, device=device)
                 if token_ids.shape[1]:
                     decoder(input_ids=token_ids, use_cache=False)
-                    after(task.prompt_id)
+                    for take in after:
+                        take(task.prompt_id)
                     features[task.prompt_id] = torch.cat([found[layer] for layer in layer_ids], dim=-1).cpu()
                 else:
                     features[task.prompt_id] = torch.empty(0, 0, dtype=DTYPES[dtype])

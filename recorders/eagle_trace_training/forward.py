@@ -14,7 +14,7 @@ from eagle_trace.recording.forward import Forward
 from eagle_trace.recording.hooks import Hooks
 from eagle_trace.sites import ROW_SITES
 from eagle_trace_training.documents import Pack
-from eagle_trace_training.host import HungTaps, LoadedDraft
+from eagle_trace_training.host import HungTaps, LoadedDraft, TrainingHost
 from eagle_trace_training.numerics import DTYPES, computing_in
 
 
@@ -41,12 +41,13 @@ class PackRunner:
     """Runs packs through a hooked draft; a context manager that takes its hooks off.
 
     Args:
-        draft: the loaded draft.
+        host: the trainer.
+        draft: its draft, loaded.
         dtype: on-disk name of the dtype the model computes in.
     """
 
-    def __init__(self, draft: LoadedDraft, dtype: str) -> None:
-        self._draft = draft
+    def __init__(self, host: TrainingHost, draft: LoadedDraft, dtype: str) -> None:
+        self._host, self._draft = host, draft
         self._dtype = dtype
         self._hooks = Hooks()
         self._forwards: Sequence[Forward] = ()
@@ -54,7 +55,7 @@ class PackRunner:
 
     def __enter__(self) -> PackRunner:
         try:
-            self.tap = self._draft.host.sites(self._hooks, self._draft.model, self._receive)
+            self.tap = self._host.sites(self._hooks, self._draft.model, self._receive)
         except BaseException:
             self._hooks.remove()
             raise
@@ -85,7 +86,7 @@ class PackRunner:
             with computing_in(self._dtype):
                 forwards[0].take_features(hidden_states)
                 self.tap.restart()
-                self._draft.host.forward(self._draft.model, pack, hidden_states)
+                self._host.forward(self._draft.model, pack, hidden_states)
         finally:
             self._forwards = ()
 
@@ -96,7 +97,7 @@ class PackRunner:
             return
         forward = self._forwards[step]
         if site in ROW_SITES:
-            forward.expect(site, tensor, lambda: feeds_another(self._draft.host.name, site, step))
+            forward.expect(site, tensor, lambda: feeds_another(self._host.name, site, step))
             return
         if site == "logits" and self._guesses and len(self._guesses[step][1]):
             rows, index, count = self._guesses[step]

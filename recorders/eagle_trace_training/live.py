@@ -7,6 +7,7 @@ reaches the training.
 from __future__ import annotations
 
 import atexit
+import json
 import logging
 import sys
 import threading
@@ -20,6 +21,7 @@ from typing import Any
 
 import torch
 
+from eagle_trace.checkpoints import config_digest
 from eagle_trace.errors import HostError, UsageError
 from eagle_trace.manifest import Manifest, without_secrets
 from eagle_trace.patience import MAX_WAIT
@@ -32,6 +34,7 @@ from eagle_trace_training.forward import say_seen
 from eagle_trace_training.host import LiveDraft, TrainingHost
 from eagle_trace_training.live_batches import BatchTaker, LiveOptions
 from eagle_trace_training.record import package_versions
+from eagle_trace_training.weights import parameter_rows
 
 #: how long leaving the block, or the end of the process, waits for a seal; and when a disk is taken to hang [s]
 LEAVE_SECONDS, LEAVE_STALL_SECONDS = 5.0, 2.0
@@ -56,6 +59,7 @@ def recording(
     dataset: Any = None,
     force: bool = False,
     max_wait: float = MAX_WAIT,
+    **more: Any,
 ) -> Recording:
     """Record the next forwards of a draft that trains: ``with recording(host, model, out="train.trace"): ...``.
 
@@ -83,6 +87,7 @@ def recording(
         force: replace the trace at `out`.
         max_wait: how long the training may wait for the disk while it is recorded, in all [s]. A disk that is slower
             ends the recording with what is whole.
+        more: other fields of `Wanted`.
 
     Raises:
         UsageError: not an EAGLE-3 draft of this trainer, or an argument makes no sense.
@@ -97,26 +102,9 @@ def recording(
     place = as_place(str(out))
     options = LiveOptions(
         place, batches, first_token, datasets, force,
-        level=level, selection=selection, max_bytes=max_bytes, max_wait=max_wait,
+        level=level, selection=selection, max_bytes=max_bytes, max_wait=max_wait, **more,
     )  # fmt: skip
-    return Recording(host.live(model), options)
-
-
-class _GuardedHooks(Hooks):
-    """Hooks whose functions are passed through `guard` first."""
-
-    def __init__(self, guard: Callable[[Callable[..., None]], Callable[..., None]]) -> None:
-        super().__init__()
-        self._guard = guard
-
-    def after(self, module: Any, function: Callable[[Any, tuple[Any, ...], Any], None]) -> None:
-        super().after(module, self._guard(function))
-
-    def before(self, module: Any, function: Callable[[Any, tuple[Any, ...], dict[str, Any]], None]) -> None:
-        super().before(module, self._guard(function))
-
-    def wrap(self, owner: Any, name: str, observe: Callable[[Any, tuple[Any, ...], dict[str, Any]], None]) -> None:
-        super().wrap(owner, name, self._guard(observe))
+    return Recording(host, host.live(model), options)
 
 
 class Recording:
@@ -128,8 +116,8 @@ class Recording:
         failure: what went wrong in the recorder, None if nothing did.
     """
 
-    def __init__(self, live: LiveDraft, options: LiveOptions) -> None:
-        self._asked = options
+    def __init__(self, host: TrainingHost, live: LiveDraft, options: LiveOptions) -> None:
+        self._asked, self._host = options, host
         self._live, self._model = live, live.draft
         self._first_tokens = FirstTokens(options.datasets, options.first_token)
         self._rank, self._world = rank_and_world()
@@ -137,7 +125,7 @@ class Recording:
         self._taker: BatchTaker | None = None
         self.done = True
         self.failure: BaseException | None = None
-        self._hooks = _GuardedHooks(self._guarded)
+        self._hooks = Hooks(self._guarded)
         self._versions: list[int] | None = None
         self._moved = False
         self._sealer: threading.Thread | None = None
@@ -153,7 +141,7 @@ class Recording:
         return self._writer.waited
 
     def __enter__(self) -> Recording:
-        manifest = _manifest(self._live, self._asked.level)
+        manifest = _manifest(self._host, self._live, self._asked.level)
         # every rank trains on documents of its own
         manifest.rank = manifest.dp_rank = self._rank
         manifest.ranks = self._world
@@ -251,7 +239,7 @@ class Recording:
         if is_sharded(model):
             manifest.warnings.append("the parameters are sharded over ranks (FSDP): params.parquet leaves them out")
             return
-        for record in self._live.host.params(model, None):
+        for record in parameter_rows(model, self._host.not_draft, None):
             self._writer.put_record("params", record)
 
     def _over(self) -> None:
@@ -338,19 +326,34 @@ def is_sharded(model: Any) -> bool:
     return any(hasattr(parameter, "full_tensor") for parameter in model.parameters())
 
 
-def _manifest(live: LiveDraft, level: str) -> Manifest:
+def _manifest(host: TrainingHost, live: LiveDraft, level: str) -> Manifest:
     """The manifest of a recording that begins; what the first forward shows comes later."""
     manifest = Manifest(
         side="train",
         level=level,
-        host=live.host.name,
-        packages=package_versions(live.host),
+        host=host.name,
+        packages=package_versions(host),
         device=live.draft.fc.weight.device.type,
         argv=without_secrets(sys.argv),
         created=datetime.now(UTC).isoformat(timespec="seconds"),
     )
-    live.describe(manifest)
+    describe(live, manifest)
     return manifest
+
+
+def describe(live: LiveDraft, manifest: Manifest) -> None:
+    """What is known of draft and target before the first forward."""
+    config = live.draft.config
+    written = json.loads(config.to_json_string())
+    manifest.draft = {
+        # no path: what is on disk is not what is in training
+        "path": None,
+        "started_from": str(config.name_or_path or "") or None,
+        "config_digest": config_digest(written),
+        "config": written,
+        **live.facts(),
+    }
+    manifest.target = live.target()
 
 
 @atexit.register

@@ -115,11 +115,11 @@ class BatchTaker:
         Raises:
             HostError: it is not what this trainer's forward can be given.
         """
-        batch = self._live.batch(given, self._stage.keep)
+        held = {name: self._stage.keep(tensor) for name, tensor in self._live.given(given).items()}
         begun = _Begun(self.batches, given["input_ids"].numel())
 
         def known() -> None:
-            begun.batch = batch()
+            begun.batch = self._live.batch({name: one.array for name, one in held.items()})
 
         self._stage.then(known)
         return begun if begun.batch is None or begun.batch.documents else None
@@ -154,7 +154,7 @@ class BatchTaker:
         if self._forward is None:
             return
         if site in ROW_SITES:
-            self._forward.expect(site, tensor, lambda: feeds_another(self._live.host.name, site, step))
+            self._forward.expect(site, tensor, lambda: feeds_another(self._writer.manifest.host, site, step))
             return
         if site == "fc.out":
             self._writer.manifest.dtype = str(tensor.dtype).removeprefix("torch.")

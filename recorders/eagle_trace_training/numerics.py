@@ -12,7 +12,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 from transformers.utils import logging as hf_logging
 
-from eagle_trace.errors import HostError, UsageError
+from eagle_trace.errors import UsageError
+from eagle_trace.recording.device import device_for
 
 DTYPES = {
     "float32": torch.float32,
@@ -82,15 +83,34 @@ def raise_dtype(model: Any, dtype: str) -> Any:
     return model
 
 
+def rounded_tables(exact: Any, cos: Any) -> str:
+    """What of a rotary table was rounded to bfloat16 before it was computed, as `Rope.rounded` has it in the analysis.
+
+    A model in bfloat16 has rounded frequencies, but the table that was built before; the first sequence that it is too
+    short for has it built anew, from them.
+
+    Args:
+        exact: the frequencies that the config asks for, float32 [n].
+        cos: the table, [..., rows, size].
+    """
+    exact = exact.to(cos.device)
+    rounded, rows = exact.bfloat16(), cos.shape[-2]
+    place = torch.arange(rows, device=cos.device)
+    angles = {
+        "": place.float()[:, None] * exact,
+        "frequencies": place.float()[:, None] * rounded.float(),
+        "angles": (place.bfloat16()[:, None] * rounded).float(),
+    }
+    table = cos.detach().float().reshape(rows, -1)[:, : len(exact)]
+    error = {name: float((table - angle.cos()).square().sum()) for name, angle in angles.items()}
+    best = min(error, key=error.__getitem__)
+    # where too few rows tell them apart, nothing is rounded
+    return best if error[best] < error[""] / 4 else ""
+
+
 def resolve_device(device: str) -> str:
     """``cpu`` or ``cuda`` for ``auto``; raises HostError for CUDA that is not there, UsageError for other devices."""
-    if device not in ("auto", "cpu", "cuda"):
-        raise UsageError(f"--device must be auto, cpu or cuda, not {device!r}")
-    if device == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cuda" and not torch.cuda.is_available():
-        raise HostError("there is no CUDA device here: use --device cpu")
-    return device
+    return device_for(device, torch.cuda.is_available)
 
 
 def check_dtype(dtype: str) -> str:

@@ -23,7 +23,8 @@ from eagle_trace.selection import EVERYTHING, Selection
 from eagle_trace.store import Place
 from eagle_trace.writer import TraceWriter, prepare_output
 from eagle_trace_training.features import Features, Precision, open_features
-from eagle_trace_training.host import LiveDraft, LoadedDraft
+from eagle_trace_training.host import LiveDraft, LoadedDraft, TrainingHost
+from eagle_trace_training.live import describe
 from eagle_trace_training.numerics import check_dtype, resolve_device, threads_for
 from eagle_trace_training.record import keys_of, package_versions, tasks_of
 from eagle_trace_training.replay import Task, replay_tasks
@@ -39,7 +40,8 @@ class Probe:
     """A draft that trains, and how prompts are run through it.
 
     Args:
-        live: the draft.
+        host: the trainer.
+        live: its draft.
         target: folder of the target; None where its features are given.
         features: ``compute``, ``serve`` or a folder of the trainer's training data, as for `record`.
         level: how much to keep of each row.
@@ -52,6 +54,7 @@ class Probe:
 
     def __init__(
         self,
+        host: TrainingHost,
         live: LiveDraft,
         *,
         target: Path | None,
@@ -65,8 +68,9 @@ class Probe:
                 "the draft's parameters are sharded over ranks (FSDP), so that no process can run it by itself: train "
                 "it replicated, or record its checkpoints with `eagle-trace record --mode train`"
             )
-        self._warnings = live.host.check()
-        self._live, self._target, self._kind, self._level = live, target, features, level
+        self._warnings = host.check()
+        self._host, self._live = host, live
+        self._target, self._kind, self._level = target, features, level
         self._device, self._progress = resolve_device(device), progress
         self._features: Features | None = None
         self._tokens: dict[int, tuple[int, ...]] = {}
@@ -110,7 +114,7 @@ class Probe:
             with threads_for(self._device, draft.hidden_size):
                 self._features = open_features(
                     self._kind,
-                    host=self._live.host,
+                    host=self._host,
                     tasks=tasks,
                     replay=served,
                     target=self._target,
@@ -139,28 +143,37 @@ class Probe:
         try:
             with threads_for(self.device, draft.hidden_size):
                 Session(
-                    draft, tasks, features, steps, manifest.dtype, writer, self._progress, selection, floors=False
+                    self._host,
+                    draft,
+                    tasks,
+                    features,
+                    steps,
+                    manifest.dtype,
+                    writer,
+                    self._progress,
+                    selection,
+                    floors=False,
                 ).run()
+            return writer.seal()
         except BaseException as error:
             writer.abort(error)
             raise
-        return writer.seal()
 
     def _manifest(self, served: Trace, draft: LoadedDraft, level: str) -> Manifest:
         dtype = check_dtype(served.manifest.dtype or "bfloat16")
         manifest = Manifest(
             side="train",
             level=level,
-            host=draft.host.name,
-            packages=package_versions(draft.host),
+            host=self._host.name,
+            packages=package_versions(self._host),
             dtype=dtype,
             device=self.device,
-            changes=draft.host.changes(dtype),
+            changes=self._host.changes(dtype),
             argv=without_secrets(sys.argv),
             created=datetime.now(UTC).isoformat(timespec="seconds"),
             warnings=list(self._warnings),
         )
-        self._live.describe(manifest)
+        describe(self._live, manifest)
         if self._target is not None:
             manifest.target = target_facts(self._target)
         manifest.draft |= {"layer_ids": draft.layer_ids}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,11 +10,10 @@ from typing import Any
 from eagle_trace.checkpoints import read_config
 from eagle_trace.errors import CheckpointError
 from eagle_trace.recording.names import FUSED, canonical_name
-from eagle_trace_training.weights import target_config, target_tensor, weight_files, weights
+from eagle_trace_training.config import check_config, check_map, rope_form
+from eagle_trace_training.weights import PLAIN, dtype_name, target_config, target_tensor, weight_files, weights
 
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
-#: dtypes a draft is trained in; others are quantised
-PLAIN = ("float32", "float16", "bfloat16")
 MAPS = ("d2t", "t2d")
 
 
@@ -46,17 +45,24 @@ class Published:
         return found or {}
 
     def number(self, name: str, default: int | None = None) -> int:
-        """A whole number of the config; raises CheckpointError where there is none."""
+        """A whole number of the config, which is one if it is there; raises CheckpointError where there is none."""
         found = self.config.get(name)
         found = default if found is None else found
-        if not isinstance(found, int):
-            raise CheckpointError(f"{name} in the config of {self.folder} is {found!r}, not a number")
-        return found
+        if found is None:
+            raise CheckpointError(f"there is no {name} in the config of {self.folder}")
+        return int(found)
+
+    @property
+    def rope(self) -> dict[str, Any]:
+        """The rotary parameters in the new form, whichever form the config has."""
+        given = dict(self.config.get("rope_scaling") or self.config.get("rope_parameters") or {})
+        given["rope_type"] = rope_form(given)
+        return given
 
     @property
     def quantised(self) -> list[str]:
         """Tensors that are not of a dtype a draft is trained in."""
-        dtypes = {name: str(one.dtype).removeprefix("torch.") for name, one in self.state.items() if name not in MAPS}
+        dtypes = {name: dtype_name(one) for name, one in self.state.items() if name not in MAPS}
         return sorted(name for name, dtype in dtypes.items() if dtype not in PLAIN)
 
 
@@ -71,6 +77,7 @@ def read_published(draft: Path, rename: Callable[[str], str]) -> Published:
         CheckpointError: it is another kind of folder, or damaged.
     """
     found = Published(draft, dict(read_flat_config(draft)))
+    check_config(draft, found.config)
     renamed: dict[str, str] = {}
     stored: set[str] = set()
     for file in weight_files(draft):
@@ -89,6 +96,8 @@ def read_published(draft: Path, rename: Callable[[str], str]) -> Published:
             f"eagle_aux_hidden_state_layer_ids in the config of {draft} is {ids!r}, not a list of ids"
         )
     found.layer_ids = ids
+    vocabulary = found.number("vocab_size")
+    check_map(draft, found.state.get("d2t"), found.number("draft_vocab_size", vocabulary), vocabulary)
     if renamed:
         name, own = next(iter(renamed.items()))
         found.translated.append(f"names of {len(renamed)} tensors, e.g. {name}: {own}")
@@ -120,41 +129,72 @@ def _pieces(name: str, tensor: Any, found: Published) -> list[tuple[str, Any]]:
     return [(name, tensor)]
 
 
-def fill_from_target(found: Published, model: Any, target: Path | None) -> list[str]:
-    """Take the embedding, and a head over the whole vocabulary, from the target where there is none.
+def beyond_one_layer(found: Published, rotations: Collection[str]) -> list[tuple[object, str]]:
+    """What no class of one plain decoder layer computes: whether a draft has it, and what it does then.
 
     Args:
-        found: the draft; takes the tensors.
+        found: the draft.
+        rotations: forms of rotary embedding that the class has.
+    """
+    config, rope = found.config, found.rope
+    layers = sorted(n for n in found.state if n.startswith("layers.") and not n.startswith("layers.0."))
+    kind = "sections" if "mrope_section" in rope else rope["rope_type"]
+    return [
+        (found.quantised, f"holds quantised tensors ({', '.join(found.quantised[:2])}, ...)"),
+        (config.get("quantization_config"), "has a quantization_config"),
+        (layers, f"has more than one layer ({', '.join(layers[:2])}, ...)"),
+        (config.get("norm_before_residual"), "has norm_before_residual: its residual stream starts from the norm"),
+        (kind not in rotations, f"rotates by {kind} (the class has {', '.join(rotations)})"),
+    ]
+
+
+def from_target(
+    draft: Path, stored: Collection[str], model: Any, target: Path | None, kept: Any = None
+) -> tuple[dict[str, Any], list[str]]:
+    """The embedding and the head of a draft that has none, from its target; and what was taken, in words.
+
+    Args:
+        draft: its folder.
+        stored: names of the tensors that it has.
         model: the trainer's module, which says how large they are.
         target: the target's folder, None if none was given.
+        kept: ids of which a head is taken, bool [V], where the draft scores fewer than the target has.
 
     Raises:
         CheckpointError: there is no target, or it does not have them.
     """
-    wanted = [name for name in (EMBEDDING, HEAD) if name not in found.state]
+    wanted = [name for name in (EMBEDDING, HEAD) if name not in stored]
+    taken: dict[str, Any] = {}
     for name in wanted:
         if target is None:
             lacking = " and no ".join(wanted)
-            raise CheckpointError(f"the draft {found.folder} has no {lacking}: give the target that it takes them from")
+            raise CheckpointError(f"the draft {draft} has no {lacking}: give the target that it takes them from")
         tensor = target_tensor(target, name)
         if tensor is None and name == HEAD:
             tensor = target_tensor(target, EMBEDDING)  # tied
+        if tensor is not None and name == HEAD and kept is not None and len(kept) == len(tensor):
+            tensor = tensor[kept]
         place = model.get_parameter(name)
         if tensor is None or tensor.shape != place.shape:
             what = "none" if tensor is None else f"one of {list(tensor.shape)}"
-            wants = f"the draft {found.folder} needs a {name} of {list(place.shape)}"
-            raise CheckpointError(f"{wants}; the target {target} has {what}")
-        found.state[name] = tensor
-    return [f"{name} is not in the draft's checkpoint: taken from the target, as servers do" for name in wanted]
+            raise CheckpointError(
+                f"the draft {draft} needs a {name} of {list(place.shape)}; the target {target} has {what}"
+            )
+        taken[name] = tensor
+    return taken, [f"{name} is not in the draft's checkpoint: taken from the target" for name in wanted]
 
 
-def captured_inputs(found: Published, target: Path | None, default: Callable[[int], list[int]]) -> list[int] | None:
+def default_layers(layers: int) -> list[int]:
+    """Servers' ids of the layers that are captured of a target of so many, where the draft names none."""
+    return [1, layers // 2 - 1, layers - 4]
+
+
+def captured_inputs(found: Published, target: Path | None) -> list[int] | None:
     """Target layers by Hugging Face's numbers (the input of layer i); None if neither config nor target say.
 
     Args:
         found: the draft.
         target: the target's folder.
-        default: servers' ids for a target of so many layers, where the draft names none.
 
     Raises:
         CheckpointError: the target has no such layers.
@@ -162,7 +202,7 @@ def captured_inputs(found: Published, target: Path | None, default: Callable[[in
     ids = found.layer_ids
     if target is not None:
         layers = int(target_config(target).num_hidden_layers)
-        ids = default(layers) if ids is None else ids
+        ids = default_layers(layers) if ids is None else ids
         if not ids or not all(0 <= i < layers for i in ids):
             raise CheckpointError(
                 f"the draft {found.folder} takes features of layers {ids}; the target {target} has {layers} layers"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -14,6 +14,7 @@ from eagle_trace.checkpoints import read_config
 from eagle_trace.errors import PromptsError, UsageError
 from eagle_trace.manifest import Manifest
 from eagle_trace.prompts import Prompt, check_tokens, prompts_digest, read_prompts, tokenize
+from eagle_trace.recording.device import device_for
 from eagle_trace.recording.wanted import Wanted
 from eagle_trace.store import Place, same_place
 from eagle_trace.writer import TraceWriter, prepare_output, remove_empty
@@ -45,6 +46,7 @@ class TrainOptions(Wanted):
             trained with, or as the server did.
         dtype: on-disk dtype name, or ``auto``: the replayed trace's, else the draft checkpoint's.
         device: ``auto``, ``cpu`` or ``cuda``.
+        chosen: in words, whose forward is run and why: said before it is, and kept in the manifest.
         force: replace the trace at `out`.
         argv: command line, for the manifest.
     """
@@ -58,6 +60,7 @@ class TrainOptions(Wanted):
     steps: int | None = None
     dtype: str = "auto"
     device: str = "auto"
+    chosen: str = ""
     force: bool = False
     argv: list[str] | tuple[str, ...] = ()
 
@@ -75,11 +78,11 @@ class TrainOptions(Wanted):
             raise UsageError(f"--out {self.out} is the trace to replay: choose another")
 
 
-def record(host: TrainingHost, *, progress: Progress = lambda _: None, **options: Any) -> Place:
+def record(trainer: Callable[[], TrainingHost], *, progress: Progress = lambda _: None, **options: Any) -> Place:
     """Record a trainer's forward of a draft and return the sealed trace's folder.
 
     Args:
-        host: the trainer.
+        trainer: gives the trainer, which takes seconds; asked when the options make sense.
         progress: receives messages.
         options: those of `TrainOptions`.
 
@@ -91,7 +94,11 @@ def record(host: TrainingHost, *, progress: Progress = lambda _: None, **options
     """
     asked = TrainOptions(**options)
     asked.check()
+    asked = replace(asked, device=_device(asked.device))
+    host = trainer()
     warnings = host.check()
+    if asked.chosen:
+        progress(asked.chosen)
     if not asked.force:
         prepare_output(asked.out)  # refuse before the work; with --force, what is there goes only when all is ready
     try:
@@ -101,23 +108,36 @@ def record(host: TrainingHost, *, progress: Progress = lambda _: None, **options
         raise
 
 
+def _device(asked: str) -> str:
+    """``cpu`` or ``cuda``; raises HostError for CUDA that is not there."""
+
+    def has_cuda() -> bool:
+        import torch
+
+        return bool(torch.cuda.is_available())
+
+    return device_for(asked, has_cuda)
+
+
 def _record(host: TrainingHost, asked: TrainOptions, warnings: list[str], progress: Progress) -> Place:
+    from eagle_trace_training.config import check_tables
     from eagle_trace_training.features import Precision, open_features
     from eagle_trace_training.floors import REFERENCE
-    from eagle_trace_training.numerics import check_dtype, resolve_device, threads_for
+    from eagle_trace_training.numerics import check_dtype, threads_for
     from eagle_trace_training.session import Session
+    from eagle_trace_training.weights import stored_dtype
 
     trace = open_replay(asked.replay) if asked.replay is not None else None
     if trace is not None and trace.manifest.ended_early:
         progress(f"{trace.path}: {trace.manifest.ended_early}; what it holds is replayed")
-    device = resolve_device(asked.device)
-    dtype = asked.dtype
+    dtype, device = asked.dtype, asked.device
     if dtype == "auto":
-        dtype = trace.manifest.dtype if trace is not None and trace.manifest.dtype else host.stored_dtype(asked.draft)
+        dtype = trace.manifest.dtype if trace is not None and trace.manifest.dtype else stored_dtype(asked.draft)
     dtype = check_dtype(dtype)
     progress(f"loading the draft {asked.draft} in {dtype} on {device}")
     draft = host.load(asked.draft, asked.target, dtype, device)
-    manifest = _manifest(asked, draft, trace, dtype, device)
+    check_tables(asked.draft, draft.model)
+    manifest = _manifest(asked, host, draft, trace, dtype, device)
     manifest.warnings += warnings
     tasks, steps = _tasks(asked, draft, trace, manifest)
     with threads_for(device, draft.hidden_size):
@@ -135,7 +155,7 @@ def _record(host: TrainingHost, asked: TrainOptions, warnings: list[str], progre
         prepare_output(asked.out, force=asked.force)
         writer = TraceWriter(asked.out, manifest, max_bytes=asked.max_bytes, max_wait=None)
         try:
-            Session(draft, tasks, source, steps, dtype, writer, progress, asked.selection).run()
+            Session(host, draft, tasks, source, steps, dtype, writer, progress, asked.selection).run()
         except BaseException as error:
             writer.abort(error)
             raise
@@ -159,6 +179,8 @@ def _tasks(asked: TrainOptions, draft: LoadedDraft, trace: Trace | None, manifes
         "prompts": str(asked.prompts) if asked.prompts else None,
         "seed": 0,
     }
+    if asked.chosen:
+        manifest.settings["chosen"] = asked.chosen
     if left_out := asked.selection.to_dict():
         manifest.settings["selection"] = left_out
     manifest.prompts_digest = prompts_digest(keys_of(tasks))
@@ -230,7 +252,9 @@ def prompt_tasks(prompts: list[Prompt], target: Path | None) -> list[Task]:
     return tasks
 
 
-def _manifest(asked: TrainOptions, draft: LoadedDraft, trace: Trace | None, dtype: str, device: str) -> Manifest:
+def _manifest(
+    asked: TrainOptions, host: TrainingHost, draft: LoadedDraft, trace: Trace | None, dtype: str, device: str
+) -> Manifest:
     from eagle_trace_training.weights import target_facts
 
     if asked.target is not None:
@@ -240,13 +264,13 @@ def _manifest(asked: TrainOptions, draft: LoadedDraft, trace: Trace | None, dtyp
     return Manifest(
         side="train",
         level=asked.level,
-        host=draft.host.name,
-        packages=package_versions(draft.host),
+        host=host.name,
+        packages=package_versions(host),
         target=target,
         draft=draft.facts,
         dtype=dtype,
         device=device,
-        changes=draft.host.changes(dtype),
+        changes=host.changes(dtype),
         argv=list(asked.argv),
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         warnings=list(draft.warnings),

@@ -21,9 +21,10 @@ from eagle_trace_training.documents import Document, Index, Pack, replayed, teac
 from eagle_trace_training.features import ComputedFeatures, Features
 from eagle_trace_training.floors import REFERENCE, Floors
 from eagle_trace_training.forward import PackRunner, say_seen
-from eagle_trace_training.host import LoadedDraft
+from eagle_trace_training.host import LoadedDraft, TrainingHost
 from eagle_trace_training.numerics import raise_dtype, row_budget
 from eagle_trace_training.replay import Task
+from eagle_trace_training.weights import parameter_rows
 
 
 @dataclass
@@ -31,7 +32,8 @@ class Session:
     """Runs the draft on the documents of all tasks and hands what it captures to the writer.
 
     Attributes:
-        draft: the loaded draft.
+        host: the trainer.
+        draft: its draft, loaded.
         tasks: the prompts.
         features: their target features.
         steps: number of forwards for prompts that are not replayed.
@@ -42,6 +44,7 @@ class Session:
         floors: whether to measure what rounding does, by a second pass in the reference dtype.
     """
 
+    host: TrainingHost
     draft: LoadedDraft
     tasks: Sequence[Task]
     features: Features
@@ -72,13 +75,13 @@ class Session:
         documents = [one for task in self.tasks if task.prompt_id in wanted for one in self._documents(task)]
         reference = REFERENCE[self.dtype]
         budget = row_budget(self.draft.heads, self.steps, np.dtype(reference).itemsize)
-        packs = list(self.draft.host.packs(documents, budget))
+        packs = list(self.host.packs(documents, budget))
         rows = sum(len(roots) for document in documents for roots in document.roots)
         both = f"{self.dtype} and {reference}" if self.floors else self.dtype
         self.progress(f"draft: {rows} rows in {len(packs)} forwards, {self.steps} steps, {both}")
         floors = Floors(self.dtype, reference)
         tasks = {task.prompt_id: task for task in self.tasks}
-        with PackRunner(self.draft, self.dtype) as low, self._above(reference) as high:
+        with PackRunner(self.host, self.draft, self.dtype) as low, self._above(reference) as high:
             for number, batch in enumerate(packs):
                 if not self.writer.accepting:
                     break
@@ -95,7 +98,7 @@ class Session:
         if not self.floors:
             return nullcontext()
         upper = replace(self.draft, model=raise_dtype(copy.deepcopy(self.draft.model), reference))
-        return PackRunner(upper, reference)
+        return PackRunner(self.host, upper, reference)
 
     def _documents(self, task: Task) -> list[Document]:
         count = self.features.count(task)
@@ -112,7 +115,11 @@ class Session:
             self.writer.manifest.settings["layer_channels"] = self.features.layers.channels.tolist()
             for record in self.features.layers.records:
                 self.writer.put_record("layers", record)
-        for record in self.draft.host.params(self.draft.model, self.draft.stored):
+            if (routing := self.features.routing) is not None:
+                self.writer.manifest.settings["routers"] = {"read": routing.layers, "unread": routing.unread}
+                for record in routing.records():
+                    self.writer.put_record("routing", record)
+        for record in parameter_rows(self.draft.model, self.host.not_draft, self.draft.stored):
             self.writer.put_record("params", record)
             if record["nonfinite"]:
                 self.writer.manifest.warnings.append(

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from eagle_trace.errors import HostError
+from eagle_trace.errors import HostError, UsageError
 
 #: what a module's `forward` would be, if it were replaced on the object: it would run the training's own module
 _OWN_FORWARD = "forward"
@@ -87,6 +87,27 @@ def eager(model: Any) -> dict[int, Any]:
             if one is not None:
                 one._attn_implementation = "eager"
     return found
+
+
+def unwrapped(model: Any, kind: type, called: str) -> tuple[Any, bool]:
+    """The module of a kind inside DistributedDataParallel, FSDP, torch.compile or nothing, and whether it was compiled.
+
+    Args:
+        model: what trains.
+        kind: the trainer's class.
+        called: what `recording()` takes, for the sentence that refuses another.
+
+    Raises:
+        UsageError: there is none.
+    """
+    inner, compiled = model, False
+    while not isinstance(inner, kind):
+        original = getattr(inner, "_orig_mod", None)
+        compiled = compiled or original is not None
+        inner = original or getattr(inner, "module", None)
+        if not isinstance(inner, torch.nn.Module):
+            raise UsageError(f"recording() takes {called}, or a wrapper around one, not {type(model).__name__}")
+    return inner, compiled
 
 
 def whole(draft: Any) -> bool:

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
 from eagle_trace.checkpoints import checkpoint_facts, read_config, target_sample
-from eagle_trace.errors import CheckpointError
+from eagle_trace.errors import CheckpointError, EagleTraceError
+from eagle_trace.recording.names import canonical_name
+from eagle_trace.recording.params import parameter_row
 
+#: safetensors' words for plain numbers
+DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+#: dtypes that a draft is trained or stored in; others are quantised
+PLAIN = tuple(DTYPES.values())
 TARGET_FACTS = (
     "model_type", "hidden_size", "num_hidden_layers", "vocab_size", "rms_norm_eps", "tie_word_embeddings",
 )  # fmt: skip
@@ -32,22 +38,63 @@ def weights(file: Path) -> Iterator[Any]:
         raise CheckpointError(f"{file} is damaged ({first_line(error)}): copy or save the checkpoint again") from error
 
 
-def stored_names(folder: Path) -> set[str]:
-    """Names of the tensors in a checkpoint folder."""
-    names: set[str] = set()
+def stored_forms(folder: Path) -> dict[str, tuple[str, list[int]]]:
+    """Dtype (on-disk name) and shape of the tensors in a checkpoint folder, by their names; none is read."""
+    found: dict[str, tuple[str, list[int]]] = {}
     for file in weight_files(folder):
         with weights(file) as tensors:
-            names |= set(tensors.keys())
-    return names
+            for name in tensors.keys():  # noqa: SIM118 (no mapping)
+                held = tensors.get_slice(name)
+                code = held.get_dtype()
+                found[name] = (DTYPES.get(code, code.lower()), held.get_shape())
+    return found
+
+
+def stored_tensor(folder: Path, name: str) -> Any | None:
+    """The tensor of that name in a checkpoint folder, None if there is none."""
+    for file in weight_files(folder):
+        with weights(file) as tensors:
+            if name in tensors.keys():  # noqa: SIM118 (no mapping)
+                return tensors.get_tensor(name)
+    return None
 
 
 def stored_dtype(folder: Path) -> str:
-    """On-disk name of the dtype that a draft's `fc.weight` is stored in, float32 if there is none."""
-    for file in weight_files(folder):
-        with weights(file) as tensors:
-            if "fc.weight" in tensors.keys():  # noqa: SIM118 (no mapping)
-                return str(tensors.get_tensor("fc.weight").dtype).removeprefix("torch.")
-    return "float32"
+    """On-disk name of the dtype to compute a draft in that is stored so: its `fc.weight`'s, float32 if it has none.
+
+    Raises:
+        CheckpointError: no draft is served in that.
+    """
+    found, _ = stored_forms(folder).get("fc.weight", ("float32", []))
+    if found == "float64":
+        raise CheckpointError(
+            f"{folder} is stored in float64, in which no draft is served: say with --dtype what it is served in"
+        )
+    # of what is not stored as plain numbers, loading says that it cannot be computed
+    return found if found in PLAIN else "float32"
+
+
+def dtype_name(tensor: Any) -> str:
+    """On-disk name of a tensor's dtype."""
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def draft_tensors(model: Any, not_draft: tuple[str, ...]) -> dict[str, Any]:
+    """Parameters and buffers of a trainer's module by name, without those that begin as `not_draft`."""
+    return {name: tensor for name, tensor in model.state_dict().items() if not name.startswith(not_draft)}
+
+
+def parameter_rows(model: Any, not_draft: tuple[str, ...], stored: Set[str] | None) -> Iterator[dict[str, Any]]:
+    """Rows of params.parquet.
+
+    Args:
+        model: the trainer's module.
+        not_draft: see `TrainingHost`.
+        stored: names of the tensors in the checkpoint, None for a model in training, which has none.
+    """
+    for name, tensor in draft_tensors(model, not_draft).items():
+        there = None if stored is None else name in stored
+        yield parameter_row(name, canonical_name(name), tensor, in_checkpoint=there)
 
 
 def target_config(target: Path) -> Any:
@@ -71,10 +118,25 @@ def target_facts(target: Path) -> dict[str, Any]:
     return facts | {name: getattr(config, name, None) for name in TARGET_FACTS} | target_sample(target)
 
 
-def first_line(error: Exception) -> str:
+@contextlib.contextmanager
+def loading(what: str) -> Iterator[None]:
+    """Turn whatever a trainer's own loader makes of somebody's folder into a CheckpointError that begins with `what`.
+
+    A library that validates configs raises errors of kinds of its own, and others stumble over what they do not check.
+    """
+    try:
+        yield
+    except EagleTraceError:
+        raise
+    except Exception as error:
+        raise CheckpointError(f"{what}: {first_line(error)}") from error
+
+
+def first_line(error: BaseException) -> str:
     """What a library says went wrong, in one line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return " ".join(lines[:3]) or type(error).__name__
+    said = " ".join(lines[:3])
+    return f"it knows no {said}" if isinstance(error, KeyError) else said or type(error).__name__
 
 
 def target_tensor(target: Path, name: str) -> Any:

@@ -5,33 +5,35 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
-from typing import Any
 
 from eagle_trace.prompts import Prompt
+from eagle_trace_serving.completions import chat, choices_of, completion
 from eagle_trace_serving.host import Ask
-from eagle_trace_serving.requests import Answer, Request
+from eagle_trace_serving.requests import Request
 
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 #: turns off the random digits that vLLM appends to every id
 PLAIN_IDS = "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION"
 #: an id that counts the prompts of its request from a number on: NAME+START
 _COUNTED = re.compile(r"(.*)\+(\d{1,9})")
 
 
+#: what an answer is
+answers = choices_of
+
+
 def ask(prompt: Prompt, rid: str, request: Request) -> Ask:
     """A text or token ids are completed; messages go where the server applies its own chat template."""
-    body = _sampling(request) | {"request_id": rid}
     if prompt.messages is not None:
-        return Ask(CHAT, body | {"messages": list(prompt.messages)})
+        return chat(prompt.messages, request, request_id=rid, return_token_ids=True)
     given = prompt.text if prompt.input_ids is None else list(prompt.input_ids)
-    return Ask(COMPLETIONS, body | {"prompt": given})
+    return completion(given, request, request_id=rid, return_token_ids=True)
 
 
 def ask_all(rids: Sequence[str], token_ids: Sequence[Sequence[int]], request: Request) -> Ask:
     """One request for all: its prompts reach the scheduler together. The ids count on from the first."""
     name, _, start = rids[0].rpartition("-")
-    body = {"prompt": [list(ids) for ids in token_ids], "request_id": f"{name}+{start}"}
-    return Ask(COMPLETIONS, _sampling(request) | body)
+    together = [list(ids) for ids in token_ids]
+    return completion(together, request, request_id=f"{name}+{start}", return_token_ids=True)
 
 
 def request_id(internal: str) -> str:
@@ -49,30 +51,6 @@ def request_id(internal: str) -> str:
     if counted := _COUNTED.fullmatch(name):
         return f"{counted[1]}-{int(counted[2]) + int(number)}"
     return name if number == "0" else f"{name}-{number}"
-
-
-def answers(reply: Any, rids: Sequence[str]) -> list[Answer]:
-    """What was answered; a choice of another form tells nothing of it.
-
-    Raises:
-        ValueError: it answers more or fewer prompts than were asked.
-    """
-    choices = reply.get("choices") if isinstance(reply, dict) else None
-    several = [one for one in choices if isinstance(one, dict)] if isinstance(choices, list) else []
-    if len(several) != len(rids):
-        raise ValueError(f"{len(several)} answers to {len(rids)} prompts")
-    return [_answer(one) for one in sorted(several, key=lambda one: str(one.get("index", 0)).zfill(9))]
-
-
-def _answer(choice: dict[str, Any]) -> Answer:
-    ids, text = choice.get("token_ids"), choice.get("text")
-    return Answer(
-        [one for one in ids if type(one) is int] if isinstance(ids, list) else (), text if isinstance(text, str) else ""
-    )
-
-
-def _sampling(request: Request) -> dict[str, Any]:
-    return {"temperature": request.temperature, "max_tokens": request.max_new_tokens, "return_token_ids": True}
 
 
 def abort(_rid: str) -> None:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from eagle_trace.checkpoints import read_config, text_config
+from eagle_trace.checkpoints import read_config
 from eagle_trace.errors import CheckpointError, UsageError
 from eagle_trace.manifest import without_secrets
+from eagle_trace_serving.arguments import PREFIX_CACHE_OFF, beneath, names_of, number, value
 from eagle_trace_serving.host import Address, Launch, ServerOptions
+from eagle_trace_serving.pair import check_fit
 from eagle_trace_vllm.asking import PLAIN_IDS
 from eagle_trace_vllm.releases import check_release
 
@@ -51,7 +53,7 @@ def check(options: ServerOptions) -> None:
         )
     if any(number(options.host_args, [name]) > 1 for name in REPLICAS):
         raise UsageError(ONE_REPLICA)
-    if any(word.split("=", 1)[0] in API_KEY for word in options.host_args):
+    if names_of(options.host_args).intersection(API_KEY):
         raise UsageError(
             "the server that record starts is for record alone, and has a key of its own: leave out --api-key"
         )
@@ -61,8 +63,6 @@ def check(options: ServerOptions) -> None:
 
 def check_pair(target: Path, draft: Path) -> None:
     """Refuse a draft that vLLM has no class for, or none that can be recorded.
-
-    Only what must fail is refused here: a draft that loads and computes garbage is what a recording is for.
 
     Raises:
         CheckpointError: a folder is not what vLLM needs, or the two do not fit.
@@ -80,16 +80,7 @@ def check_pair(target: Path, draft: Path) -> None:
             f"{draft} is not a draft that is recorded on vLLM: its config says {config.get('architectures')}, "
             f"not one of {', '.join(DRAFTS)}, and it is not in speculators format"
         )
-    if not any(any(draft.glob(pattern)) for pattern in ("*.safetensors", "*.bin", "*.pt")):
-        raise CheckpointError(f"the draft {draft} has no weights: vLLM loads *.safetensors, else *.bin, else *.pt")
-    wide = text_config(read_config(target)).get("hidden_size")
-    layer_config = config.get("transformer_layer_config") or config
-    narrow = config.get("target_hidden_size") or layer_config.get("hidden_size")
-    if wide != narrow:
-        raise CheckpointError(
-            f"target and draft do not fit: the target is {wide} wide, and the draft takes features of {narrow}; "
-            "use the target this draft was trained for"
-        )
+    check_fit("vLLM", target, draft)
 
 
 def speculation(options: ServerOptions) -> dict[str, Any]:
@@ -122,7 +113,7 @@ def launch(options: ServerOptions, address: Address, environment: Mapping[str, s
     flags, changes = [], []
     if not any(word in PREFIX_CACHE for word in options.host_args):
         flags.append("--no-enable-prefix-caching")
-        changes.append("prefix cache off: a cached position is not computed, so it could not be recorded")
+        changes.append(PREFIX_CACHE_OFF)
     if not any(options.target.glob("tokenizer*")):
         # it would not start; prompts are sent as token ids
         flags.append("--skip-tokenizer-init")
@@ -131,18 +122,16 @@ def launch(options: ServerOptions, address: Address, environment: Mapping[str, s
         flags.append("--enforce-eager")
         changes.append("torch.compile off (--enforce-eager)")
         told = cpu_environment(told, number(options.host_args, TENSOR_PARALLEL))
-    given = {word.split("=", 1)[0] for word in options.host_args}
-    line = [word for name, said in arguments.items() if name not in given for word in (name, said)]
     ours = {
         "--speculative-config": json.dumps(speculation(options)),
         "--host": "127.0.0.1",
         "--port": str(address.port),
     }
     # the last of an option counts
-    line += [*flags, *options.host_args, *(word for item in ours.items() for word in item)]
+    last = [word for item in ours.items() for word in item]
     return Launch(
         module="eagle_trace_vllm.launch",
-        job={"arguments": line},
+        job={"arguments": [*beneath(arguments, options.host_args), *flags, *options.host_args, *last]},
         environment=told,
         changes=changes,
         settings={"vllm_args": without_secrets(options.host_args), "seed": 0},
@@ -161,19 +150,3 @@ def cpu_environment(environment: Mapping[str, str], ranks: int) -> dict[str, str
         "HF_HUB_OFFLINE": "1",
     }
     return told | dict(environment)
-
-
-def value(words: Sequence[str], names: Sequence[str]) -> str:
-    """What the last of the options `names` says; empty if there is none."""
-    found = ""
-    for at, word in enumerate(words):
-        name, equals, text = word.partition("=")
-        if name in names:
-            found = text if equals else "".join(words[at + 1 : at + 2])
-    return found
-
-
-def number(words: Sequence[str], names: Sequence[str]) -> int:
-    """What the last of the options `names` says; 1 if there is none, or none that is a number."""
-    found = value(words, names)
-    return int(found) if found.isascii() and found.isdecimal() and len(found) < 10 else 1

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from eagle_trace.extras import way_to
 from eagle_trace_serving.program import ServerProgram
-
-if TYPE_CHECKING:
-    from eagle_trace_serving.host import ServerOptions
 
 
 class VLLM(ServerProgram):
@@ -19,19 +16,11 @@ class VLLM(ServerProgram):
     module = "vllm"
     package = "eagle_trace_vllm"
     # its pins and SGLang's exclude each other
-    install = (
-        "pip install 'eagle-trace[vllm]' in an environment of its own, and run this command there or with --env PYTHON"
-    )
+    install = f"{way_to('vllm')} in an environment of its own, and run this command there or with --env PYTHON"
 
     def takes(self, draft: Path) -> bool:
         """It reads what speculators saved as well as the flat format."""
         return draft.is_dir()
-
-    def check(self, options: ServerOptions) -> None:
-        """Refuse what cannot work before anything starts."""
-        from eagle_trace_vllm.deployment import check
-
-        check(options)
 
 
 HOST = VLLM()

@@ -22,21 +22,14 @@ def load() -> None:
     """Make the control of an armed main process, and a recorder where the draft runs."""
     if not (os.environ.get(OUT) or os.environ.get(SESSION)):
         return
-    try:
+    from eagle_trace_serving.guard import guarded
+
+    with guarded(logger):
         if not os.environ.get(SESSION):
             from eagle_trace_vllm.arming import arm
 
             arm()
         _hook_workers()
-    except Exception as error:  # noqa: BLE001 (the server must serve all the same)
-        _say(error)
-
-
-def _say(error: Exception) -> None:
-    from eagle_trace.errors import EagleTraceError
-
-    expected = isinstance(error, EagleTraceError)
-    logger.error("eagle-trace records nothing: %s", error, exc_info=None if expected else error)
 
 
 def _hook_workers() -> None:
@@ -46,23 +39,21 @@ def _hook_workers() -> None:
     """
     from vllm.v1.worker.worker_base import WorkerWrapperBase
 
-    if getattr(WorkerWrapperBase, _HOOKED, False):
-        return
-    original = WorkerWrapperBase.init_device
+    from eagle_trace.recording.hooks import Hooks
+    from eagle_trace_serving.guard import guarded
 
-    def init_device(self: Any) -> None:
-        original(self)
-        try:
-            _watch_drafter(self.worker.model_runner)
-        except Exception as error:  # noqa: BLE001
-            _say(error)
+    @guarded(logger)
+    def made(_result: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
+        _watch_drafter(args[0].worker.model_runner)
 
-    WorkerWrapperBase.init_device = init_device
-    setattr(WorkerWrapperBase, _HOOKED, True)
+    if not getattr(WorkerWrapperBase, _HOOKED, False):
+        Hooks().wrap(WorkerWrapperBase, "init_device", made)
+        setattr(WorkerWrapperBase, _HOOKED, True)
 
 
 def _watch_drafter(runner: Any) -> None:
     from eagle_trace.recording.hooks import Hooks
+    from eagle_trace_serving.guard import guarded
     from eagle_trace_vllm.params import SHARED, loaded_params, watch
     from eagle_trace_vllm.runners import drafter_of
 
@@ -72,22 +63,18 @@ def _watch_drafter(runner: Any) -> None:
     load_model = drafter.load_model
     read: list[dict[str, Any]] = []
 
+    @guarded(logger)
     def loaded(model: Any) -> None:
-        try:
-            folder = Path(drafter.draft_model_config.model)
-            read.extend(loaded_params(model, folder, lambda name: not name.endswith(SHARED)))
-        except Exception as error:  # noqa: BLE001
-            _say(error)
+        folder = Path(drafter.draft_model_config.model)
+        read.extend(loaded_params(model, folder, lambda name: not name.endswith(SHARED)))
 
     def load_and_attach(*args: Any, **kwargs: Any) -> Any:
         with Hooks() as hooks:
             if str(runner.device) == "cpu":
                 watch(hooks, loaded)
             result = load_model(*args, **kwargs)
-        try:
+        with guarded(logger):
             _attach(runner, drafter, read or None)
-        except Exception as error:  # noqa: BLE001
-            _say(error)
         return result
 
     drafter.load_model = load_and_attach
@@ -95,19 +82,18 @@ def _watch_drafter(runner: Any) -> None:
 
 def _attach(runner: Any, drafter: Any, read: list[dict[str, Any]] | None) -> None:
     """The draft is loaded: make its recorder, and tell it what the scheduler sends."""
+    from eagle_trace.recording.hooks import Hooks
     from eagle_trace_serving.recorder import ServeRecorder
     from eagle_trace_vllm.requests import Announced
     from eagle_trace_vllm.worker import VLLMDraft
 
     recorder = ServeRecorder.attach(VLLMDraft(runner, drafter, read))
     announced = Announced(recorder, int(runner.vllm_config.model_config.max_model_len))
-    execute_model = runner.execute_model
 
-    def step(*args: Any, **kwargs: Any) -> Any:
+    def step(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         try:
             announced.step(args[0] if args else kwargs["scheduler_output"])
         except Exception as error:  # noqa: BLE001
             recorder.fail(error)
-        return execute_model(*args, **kwargs)
 
-    runner.execute_model = step
+    Hooks().precede(runner, "execute_model", step)

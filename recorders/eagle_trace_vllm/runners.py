@@ -7,19 +7,15 @@ rows the first draft forward runs over as they are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from eagle_trace.recording.arrays import to_array
 from eagle_trace.recording.hooks import Hooks
-from eagle_trace_serving.recorder import Tell
+from eagle_trace_serving.chains import ChainRecording, Proposal, Sampled
 from eagle_trace_vllm.asking import request_id
-from eagle_trace_vllm.recording import Proposal
-
-#: what was sampled for one request: its id, the tokens kept, the drafts verified, the target's choice behind each row
-Sampled = tuple[str, list[int], list[int], list[int]]
 
 
 def drafter_of(runner: Any) -> Any:
@@ -32,29 +28,21 @@ def generation(runner: Any) -> str:
     return "V1" if hasattr(runner, "drafter") else "V2"
 
 
-def hook_runner(hooks: Hooks, runner: Any, tell: Tell) -> None:
+def hook_runner(hooks: Hooks, runner: Any, recording: ChainRecording) -> None:
     """Tell a recording what was sampled, and when a proposal begins and ends."""
     drafter, first = drafter_of(runner), generation(runner) == "V1"
     if first:
-        _hook_sampling(hooks, runner, tell)
+        _hook_sampling(hooks, runner, recording)
 
     def opened(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if first:
-            tell(lambda recording: recording.open_proposal(proposal_v1(runner, kwargs)))
+            recording.open_proposal(proposal_v1(runner, kwargs))
         elif not kwargs.get("dummy_run"):
-            _tell_sampled(tell, lambda: sampled_v2(args, kwargs))
-            tell(lambda recording: recording.open_proposal(proposal_v2(args, kwargs)))
+            recording.take_sampled(sampled_v2(args, kwargs))
+            recording.open_proposal(proposal_v2(args, kwargs))
 
     hooks.precede(drafter, "propose", opened)
-    hooks.wrap(drafter, "propose", lambda *_: tell(lambda recording: recording.close_proposal()))
-
-
-def _tell_sampled(tell: Tell, sampled: Callable[[], Iterator[Sampled]]) -> None:
-    def each(recording: Any) -> None:
-        for one in sampled():
-            recording.sampled(*one)
-
-    tell(each)
+    hooks.wrap(drafter, "propose", lambda *_: recording.close_proposal())
 
 
 def proposal_v1(runner: Any, kwargs: Mapping[str, Any]) -> Proposal:
@@ -69,7 +57,7 @@ def proposal_v1(runner: Any, kwargs: Mapping[str, Any]) -> Proposal:
     return Proposal(rids, ends, np.diff(edges), last - edges[:-1] + 1)
 
 
-def _hook_sampling(hooks: Hooks, runner: Any, tell: Tell) -> None:
+def _hook_sampling(hooks: Hooks, runner: Any, recording: ChainRecording) -> None:
     # penalties change the logits in place: the target's choice is asked for before
     best: list[Any] = []
 
@@ -77,10 +65,12 @@ def _hook_sampling(hooks: Hooks, runner: Any, tell: Tell) -> None:
         best[:] = [_best(args[0] if args else kwargs["logits"])]
 
     def after(result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not best:  # the recording began while this was sampled
+            return
         verified = args[1] if len(args) > 1 else kwargs.get("spec_decode_metadata")
-        _tell_sampled(tell, lambda: sampled_v1(runner, result, verified, best.pop()))
+        recording.take_sampled(sampled_v1(runner, result, verified, best.pop()))
 
-    hooks.precede(runner, "_sample", lambda args, kwargs: tell(lambda _: before(args, kwargs)))
+    hooks.precede(runner, "_sample", before)
     hooks.wrap(runner, "_sample", after)
 
 

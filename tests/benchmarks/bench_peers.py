@@ -24,7 +24,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import psutil
@@ -181,11 +181,7 @@ class Bench:
 
     def _peer_server(self, peer: tools.Peer, folder: Path, dump: Path, draft: Path) -> PeerServer:
         options = self._options(draft)
-        arguments, _ = server_arguments(
-            target=options.target, draft=draft, steps=options.steps, topk=options.topk,
-            draft_tokens=options.verified_tokens, dtype=options.dtype, device=options.device,
-            tokens=options.cache_tokens, extra=peer.arguments(dump),
-        )  # fmt: skip
+        arguments, _ = server_arguments(replace(options, host_args=tuple(peer.arguments(dump))))
         environment = tools.environment(self._environment(), self._packages, draft_only=peer.draft_only)
         job = {"prompts": str(prompts_file()), "max_new_tokens": NEW_TOKENS, "batch": BATCH}
         return PeerServer(folder, arguments, environment | peer.environment(dump), job)

@@ -32,7 +32,7 @@ from eagle_trace_serving.host import ServerOptions
 from eagle_trace_serving.record import record as record_serve
 from eagle_trace_serving.requests import Request
 from eagle_trace_serving.server import Server, has_cuda
-from eagle_trace_speculators.record import record as record_train
+from eagle_trace_speculators.host import HOST as SPECULATORS
 from tests.support import faults
 
 ROUNDS = 5
@@ -87,7 +87,7 @@ def run_case(pair: Pair, name: str, case: Case, folder: Path) -> bool:
         device=pair.device,
         keep_cuda_graphs=case.keep_cuda_graphs,
     )
-    trained = record_train(
+    trained = SPECULATORS.record(
         target=pair.target, draft=pair.trained, replay=served, out=folder / "train.trace", device=pair.device
     )
     traces = open_trace(trained), open_trace(served)

@@ -13,9 +13,9 @@ WAITED = "called a synchronizing CUDA operation"
 def count_waits(file: str) -> None:
     """Write to `file`, behind every draft of a batch, how many drafts there were and how often they waited."""
     import torch
-    from eagle_trace_sglang.recording import SGLangRecording
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+    from eagle_trace_serving.recording import Recording
     from eagle_trace_sglang.plugin import WORKER
 
     counts = {"drafts": 0, "waits": 0}
@@ -33,7 +33,7 @@ def count_waits(file: str) -> None:
             Path(file).write_text(f"{counts['drafts']} {counts['waits']}", encoding="utf-8")
 
     # a round is told to the recorder behind the server's own code
-    verified = SGLangRecording.verified
-    SGLangRecording.verified = lambda *args: counted(verified, *args, drafts=0)  # type: ignore[method-assign]
+    verified = Recording.verified
+    Recording.verified = lambda *args: counted(verified, *args, drafts=0)  # type: ignore[method-assign]
     for name in ("draft", "_draft_extend_for_prefill", "_draft_extend_for_decode"):
         HookRegistry.register(f"{WORKER}.EagleDraftWorker.{name}", counted, HookType.AROUND)

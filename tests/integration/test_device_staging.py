@@ -18,7 +18,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("speculators")
 
 from eagle_trace_speculators import recording, trainer  # noqa: E402
-from eagle_trace_speculators.record import record  # noqa: E402
+from eagle_trace_speculators.host import HOST  # noqa: E402
 from eagle_trace_training.session import Session  # noqa: E402
 from tests.support.stand_in import Device, moved  # noqa: E402
 from tests.support.tiny_speculators import Pair, random_prompts, write_pair, write_prompts  # noqa: E402
@@ -102,7 +102,7 @@ def test_a_forward_run_for_its_trace_costs_one_transfer_and_no_wait(
     asked: dict[str, Any] = {
         "draft": pair.draft, "target": pair.target, "prompts": prompts, "steps": STEPS, "device": "cpu",
     }  # fmt: skip
-    here = open_trace(record(out=tmp_path / "here.trace", **asked))
+    here = open_trace(HOST.record(out=tmp_path / "here.trace", **asked))
     uncompiled, fused = trainer.uncompiled, Session._fused
     calls: list[int] = []
 
@@ -115,7 +115,7 @@ def test_a_forward_run_for_its_trace_costs_one_transfer_and_no_wait(
 
     monkeypatch.setattr(trainer, "uncompiled", on_device)
     monkeypatch.setattr(Session, "_fused", lambda *args, **options: moved(fused(*args, **options)))
-    there = open_trace(record(out=tmp_path / "there.trace", **asked))
+    there = open_trace(HOST.record(out=tmp_path / "there.trace", **asked))
     assert device.blocking == []
     # each pack is run once for the trace and once in the dtype one higher, all of its steps at a time
     assert len(device.transfers) == len(calls)

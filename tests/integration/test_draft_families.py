@@ -44,14 +44,16 @@ class Family:
 
     def diffed(self, config: Edit | None = None, tensors: Edit | None = None) -> Diff:
         """The serving against the training, whose draft may be changed."""
-        from eagle_trace_speculators.record import record
+        from eagle_trace_speculators.host import HOST
 
         self.trained += 1
         draft = self.pair.draft
         if config or tensors:
             draft = faults.edit(draft, self.folder / f"draft{self.trained}", config=config, tensors=tensors)
         out = self.folder / f"train{self.trained}.trace"
-        train = open_trace(record(target=self.pair.target, draft=draft, replay=self.served.path, out=out, device="cpu"))
+        train = open_trace(
+            HOST.record(target=self.pair.target, draft=draft, replay=self.served.path, out=out, device="cpu")
+        )
         return diagnosed(diff(train, self.served), train, self.served)
 
 

@@ -16,10 +16,11 @@ import pytest
 from eagle_trace_analysis.checkpoint.check import check
 from eagle_trace_analysis.checkpoint.export import export
 from eagle_trace_analysis.checkpoint.finding import Status
+from eagle_trace_analysis.engines import SGLANG
 from eagle_trace_analysis.engines.sglang import accepts, engine
 from eagle_trace_analysis.engines.sglang.target_classes import NO_CAPTURE, NO_EMBEDDING, SERVES
 from tests.support import checkpoints as make
-from tests.support import config_classes
+from tests.support import config_classes, rope_numbers
 from tests.support.check_cases import Folders, troubles, write_healthy
 from tests.support.check_cases import flat_config as flat_of
 from tests.support.config_cases import ACCEPTED, FLAT_FAULTS, NAMED, REFUSED
@@ -166,8 +167,14 @@ def answer(tmp_path_factory: pytest.TempPathFactory, healthy: Folders, warm: War
     whole = whole_folders(folder / "whole", healthy)
     model = make.write_checkpoint(folder / "model", make.decoder_config(1), make.target_tensors())
     targets = [str(write_config(folder / "targets" / name, config)) for name, (config, _) in TARGETS.items()]
+    ropes = [
+        str(write_config(folder / "ropes" / str(number), config))
+        for number, (_, config) in enumerate(rope_numbers.cells())
+    ]
     with warm():
-        given = ask(folder / "exchange", model, [*drafts, *whole.values()], registry=True, targets=targets)
+        given = ask(
+            folder / "exchange", model, [*drafts, *whole.values()], registry=True, targets=targets, rotations=ropes
+        )
     verdicts = given["verdicts"]
     return given | {
         "judged": [(*cell, verdict) for cell, verdict in zip(configs, verdicts, strict=False)],
@@ -213,6 +220,17 @@ def test_what_the_engine_stops_at_is_what_the_check_names(answer: dict[str, Any]
         and not is_quantised(config)
     ]
     assert not wrong, f"{len(wrong)} of {len(answer['judged'])} cells:\n" + "\n".join(wrong[:80])
+
+
+def test_a_rotary_embedding_passes_exactly_where_the_classes_tables_are_numbers(answer: dict[str, Any]) -> None:
+    wrong = []
+    for (name, config), sound in zip(rope_numbers.cells(), answer["rotations"], strict=True):
+        tables = SGLANG.other_class(config) or SGLANG
+        stops = bool(tables.refusals(config))
+        fault = None if stops else tables.rotation_fault(tables.with_defaults(config))
+        if sound != (not stops and fault is None):
+            wrong.append(f"{name}: {'sound' if sound else 'not sound'}, but said: {fault.why if fault else stops}")
+    assert not wrong, f"{len(wrong)} of {len(answer['rotations'])} cells:\n" + "\n".join(wrong)
 
 
 def test_what_the_engine_takes_is_read_as_it_reads_it(answer: dict[str, Any]) -> None:

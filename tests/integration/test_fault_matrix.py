@@ -281,6 +281,17 @@ def test_a_fault_of_what_is_deployed(
     expect(looked_at(train(replay=served.path, draft=trained), served), case.cause, case.site)
 
 
+@pytest.mark.parametrize(
+    ("features", "site"), [("compute", "target.hidden.0"), ("serve", "layer.0.attn.context")], ids=["target", "draft"]
+)
+def test_a_cache_that_rounds_its_keys(features: str, site: str, serve: Make, train: Make) -> None:
+    served = serve(host_args=("--kv-cache-dtype", "bfloat16"))
+    result = looked_at(train(replay=served.path, features=features), served)
+    expect(result, "kv-cache-dtype", site)
+    assert result.diagnosis is not None
+    assert not result.diagnosis.faulty, "every step is as its cache makes it"
+
+
 def test_two_faults_that_meet_in_one_norm_are_both_said(serve: Make, train: Make, deployed: Path, folder: Path) -> None:
     out = folder / "matrix-eps-and-norm"
     broken = faults.edit(deployed, out, config=faults.norm_eps, tensors=faults.hidden_norm_scaled)

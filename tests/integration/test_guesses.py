@@ -26,7 +26,7 @@ def best(trace: Trace) -> dict[tuple[int, tuple[int, ...]], tuple[int, int]]:
 
 
 def test_best_ids_along_the_true_tokens_are_those_of_teacher_forcing(tmp_path: Path) -> None:
-    from eagle_trace_speculators.record import record
+    from eagle_trace_speculators.host import HOST
 
     pair = write_pair(tmp_path)
     serve = write_serve_trace(tmp_path / "serve", [TOKENS], CHAINS)
@@ -36,8 +36,8 @@ def test_best_ids_along_the_true_tokens_are_those_of_teacher_forcing(tmp_path: P
         "target": pair.target, "draft": pair.draft, "features": "compute", "dtype": "float32", "device": "cpu",
         "level": "values", "max_bytes": None, "force": False, "argv": [], "progress": lambda _: None,
     }  # fmt: skip
-    forced = open_trace(record(out=tmp_path / "forced", prompts=prompts, replay=None, steps=3, **asked))
-    replayed = open_trace(record(out=tmp_path / "replayed", prompts=None, replay=serve, steps=None, **asked))
+    forced = open_trace(HOST.record(out=tmp_path / "forced", prompts=prompts, replay=None, steps=3, **asked))
+    replayed = open_trace(HOST.record(out=tmp_path / "replayed", prompts=None, replay=serve, steps=None, **asked))
     true, found = best(forced), best(replayed)
     # the tiny serve trace counts 2 prompt tokens, so guesses start at root 1
     wanted = {key: ids for key, ids in true.items() if not key[1] or key[0] >= 1}

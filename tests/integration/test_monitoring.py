@@ -6,6 +6,7 @@ what is replayed is a recording of the real server.
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
@@ -13,6 +14,7 @@ import random
 import re
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -20,9 +22,11 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import fsspec
 import numpy as np
 import pytest
 import torch
+from transformers.models.llama import modeling_llama as llama
 
 pytest.importorskip("speculators")
 
@@ -33,8 +37,13 @@ from speculators.train.logger import setup_metric_logger
 from eagle_trace import Trace, monitor
 from eagle_trace.demo import prompts_file
 from eagle_trace.errors import EagleTraceError
-from eagle_trace.jobs.monitoring import NOWHERE, Look, Monitoring
+from eagle_trace.jobs import monitoring as jobs
+from eagle_trace.jobs.looks import NOWHERE, Look
+from eagle_trace.jobs.monitoring import Monitoring
 from eagle_trace.monitor import monitoring
+from eagle_trace.recording.forward import Forward
+from eagle_trace.recording.hooks import Hooks
+from eagle_trace.writer import TraceWriter
 from eagle_trace_analysis import diff
 from eagle_trace_training.session import Session
 from tests.support.pairs import DRAFT, TARGET
@@ -399,18 +408,83 @@ def test_what_fails_in_a_look_is_said_once_and_the_training_ends_as_alone(
     assert not any(one._forward_hooks or one._forward_pre_hooks for one in trainer.model.modules())
 
 
-def test_a_trainer_that_is_interrupted_in_a_look_is_interrupted(
-    samples: list[dict[str, Any]], served: Trace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+#: where a look is when it is interrupted: owner and name of what is called then
+PLACES: dict[str, tuple[Any, str]] = {
+    "before a forward": (Session, "_record"),
+    "in the middle of a forward": (Forward, "take"),
+    "while the trace is sealed": (TraceWriter, "seal"),
+    "while its own steps are recomputed": (jobs, "own_fault"),
+    "while it is logged": (Look, "values"),
+}
+
+
+def kill_in(patch: pytest.MonkeyPatch, place: str, number: int) -> None:
+    """Have a signal come while a look is at a place."""
+    owner, name = PLACES[place]
+    original = getattr(owner, name)
+
+    def interrupted(*args: Any, **options: Any) -> Any:
+        os.kill(os.getpid(), number)
+        return original(*args, **options)
+
+    patch.setattr(owner, name, interrupted)
+
+
+def around_the_process() -> list[Any]:
+    """What a look might leave behind outside the model."""
+    memory = fsspec.filesystem("memory")
+    writers = [one.name for one in threading.enumerate() if one.name == "eagle-trace-writer"]
+    modes = [torch.is_inference_mode_enabled(), torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")]
+    return [modes, torch.get_num_threads(), llama.apply_rotary_pos_emb, memory.find("/"), writers]
+
+
+def hooks_of(model: Any) -> list[Any]:
+    return [one for module in model.modules() for one in (*module._forward_hooks, *module._forward_pre_hooks)]
+
+
+@pytest.mark.parametrize(
+    ("place", "number"), list(zip(PLACES, itertools.cycle([signal.SIGINT, signal.SIGTERM]), strict=False)), ids=str
+)
+def test_a_trainer_that_is_interrupted_in_a_look_is_interrupted_and_left_as_it_was(
+    place: str, number: int, samples: list[dict[str, Any]], served: Trace, tmp_path: Path
 ) -> None:
     """speculators' signal handler raises wherever the process is, and its trainer then saves a checkpoint."""
+    before = around_the_process()
 
-    def interrupted(*_: Any) -> None:
-        os.kill(os.getpid(), signal.SIGINT)
+    def killed(one: Any) -> Any:
+        hooks = Hooks()
+        hooks.before(one.model, lambda *_: os.kill(os.getpid(), number))
+        return hooks
 
-    monkeypatch.setattr(Session, "_record", interrupted)
-    trainer, run = trained(samples, tmp_path, lambda one: monitoring(one, served.path, target=TARGET, every=EVERY))
-    assert (trainer.global_step, run.failure, run.looks) == (0, None, [])
-    assert (tmp_path / "interrupted").is_dir()
+    alone, _ = trained(samples, tmp_path / "alone", killed)
+    with pytest.MonkeyPatch.context() as patch:
+        kill_in(patch, place, number)
+        looked, run = trained(
+            samples, tmp_path / "looked-at", lambda one: monitoring(one, served.path, target=TARGET, every=EVERY)
+        )
+    assert (looked.global_step, run.failure, len(run.looks)) == (0, None, place == "while it is logged")
+    assert (tmp_path / "looked-at" / "interrupted").is_dir()
+    assert same(left_behind(alone), left_behind(looked))
+    assert hooks_of(looked.model) == []
+    assert around_the_process() == before
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_loop_of_ones_own_gets_its_interrupt_and_is_left_as_it_was(
+    place: str, batch: dict[str, Any], served: Trace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, before = trainable(PAIR), around_the_process()
+    held = {name: one.clone() for name, one in model.state_dict().items()}
+    drawn, modes = torch.get_rng_state(), [module.training for module in model.modules()]
+    kill_in(monkeypatch, place, signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt), monitoring(model, served.path, features="serve") as run:
+        model(**batch, ttt_steps=3, loss_config=LOSS)
+    assert run.failure is None
+    assert same(model.state_dict(), held)
+    assert torch.equal(torch.get_rng_state(), drawn)
+    assert [module.training for module in model.modules()] == modes
+    assert hooks_of(model) == []
+    assert around_the_process() == before
 
 
 @pytest.mark.parametrize(

@@ -94,9 +94,9 @@ def test_it_is_one_of_the_supported_and_says_what_it_cannot(other: Trace) -> Non
 
 
 def test_the_installed_release_is_supported_without_a_word() -> None:
-    from eagle_trace_sglang.releases import check_release, installed
+    from eagle_trace_sglang.releases import RELEASES, check_release
 
-    name, _ = installed()
+    name, _ = RELEASES.installed()
     assert name == TESTED[0]
     assert check_release("cpu") == check_release("cuda") == []
     assert releases.check_release() == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -214,9 +215,9 @@ def test_a_plugin_that_is_not_loaded_is_noticed(
         record(**asked(tmp_path, deployed, four_prompts))
 
 
-def test_ctrl_c_leaves_no_process_and_no_sealed_trace(tmp_path: Path, deployed: Path, four_prompts: Path) -> None:
-    import signal
-
+def test_ctrl_c_leaves_no_process_and_a_sealed_trace_or_none(
+    tmp_path: Path, deployed: Path, four_prompts: Path
+) -> None:
     out = tmp_path / "out"
     command = [
         sys.executable, "-m", "eagle_trace.cli.main", "record", "--mode", "serve", "--target", str(TARGET),
@@ -237,6 +238,57 @@ def test_ctrl_c_leaves_no_process_and_no_sealed_trace(tmp_path: Path, deployed: 
     _, error = process.communicate(timeout=300)
     assert process.returncode == 130
     assert "Traceback" not in error
-    assert not (out / "manifest.json").exists()
+    # what came before it is kept, if anything did; a trace that was not sealed would not open
+    assert len(open_trace(out).rows) if out.exists() else "nothing was sealed" in error
     _, alive = psutil.wait_procs(tree, timeout=60)
     assert not alive
+
+
+def test_ctrl_c_while_the_server_starts_leaves_nothing(
+    tmp_path: Path, deployed: Path, four_prompts: Path, warm: Warm, interrupts: None
+) -> None:
+    from eagle_trace_serving.record import record
+
+    with warm(), pytest.raises(KeyboardInterrupt) as caught:
+        record(**asked(tmp_path, deployed, four_prompts, progress=interrupting("starting")))
+    assert not (tmp_path / "out").exists()
+    assert not hasattr(caught.value, "__notes__")
+
+
+def test_what_was_recorded_before_ctrl_c_is_sealed_and_where_that_is_nothing_nothing_is_left(
+    tmp_path: Path, deployed: Path, four_prompts: Path, warm: Warm, interrupts: None
+) -> None:
+    from eagle_trace_serving.host import ServerOptions
+    from eagle_trace_serving.requests import Request
+    from eagle_trace_serving.server import Server
+
+    request, heard = Request(read_prompts(four_prompts), max_new_tokens=24, batch_size=1), {"word": "recording"}
+    early, late = tmp_path / "early.trace", tmp_path / "late.trace"
+    early.mkdir()
+    late.mkdir()
+    options = ServerOptions(TARGET, deployed, dtype="float32")
+    with warm(), Server(options, lambda text: interrupting(heard["word"])(text)) as server:
+        with pytest.raises(KeyboardInterrupt):
+            server.record(request, early)
+        heard["word"] = "2 of 4 prompts answered"
+        with pytest.raises(KeyboardInterrupt) as caught:
+            server.record(request, late)
+    assert list(early.iterdir()) == []
+    assert caught.value.__notes__ == [f"what was recorded up to here is sealed in {late}"]
+    trace = open_trace(late)
+    ended = dict(zip(trace.prompts.request_id, trace.prompts.finish_reason, strict=True))
+    assert {rid: ended[rid] for rid in request.rids[:2]} == dict.fromkeys(request.rids[:2], "length")
+    assert set(trace.rows.prompt_id) >= {0, 1}
+
+
+def interrupting(word: str) -> Callable[[str], None]:
+    """Presses Ctrl-C when a message begins with `word`."""
+    return lambda text: os.kill(os.getpid(), signal.SIGINT) if text.startswith(word) else None
+
+
+@pytest.fixture
+def interrupts() -> Iterator[None]:
+    """Ctrl-C interrupts, also where tests run in a shell's background and were told to ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)

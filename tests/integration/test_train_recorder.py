@@ -10,6 +10,7 @@ import importlib
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
 from transformers import AutoModelForCausalLM
 
 from eagle_trace_speculators import load, trainer
-from eagle_trace_speculators.record import record
+from eagle_trace_speculators.host import HOST
 from eagle_trace_training import numerics, session
 from tests.support.tiny_speculators import (
     HIDDEN,
@@ -64,7 +65,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 def run(pair: Pair, out: Path, **options: Any) -> Trace:
     given: dict[str, Any] = {"target": pair.target, "draft": pair.draft, "out": out, "device": "cpu"}
-    return open_trace(record(**given | options))
+    return open_trace(HOST.record(**given | options))
 
 
 @pytest.fixture(scope="module")
@@ -374,15 +375,13 @@ def test_a_bfloat16_draft_is_recorded_as_bfloat16_with_its_exact_weights(tmp_pat
 
 def test_rotation_frequencies_stay_exact_in_bfloat16(tmp_path: Path) -> None:
     pair = write_pair(tmp_path, dtype=torch.bfloat16)
-    model = load.load_draft(trainer.Speculators(), pair.draft, None, "bfloat16", "cpu").model
+    model = load.load_draft(pair.draft, None, "bfloat16", "cpu").model
     exact = 10000.0 ** (-torch.arange(0, HEAD, 2, dtype=torch.float64) / HEAD)
     assert torch.allclose(model.rotary_emb.inv_freq.double(), exact, rtol=1e-6)
 
 
 def test_a_float64_reference_takes_no_detour_through_float32(pair: Pair) -> None:
-    model = numerics.raise_dtype(
-        load.load_draft(trainer.Speculators(), pair.draft, None, "float32", "cpu").model, "float64"
-    )
+    model = numerics.raise_dtype(load.load_draft(pair.draft, None, "float32", "cpu").model, "float64")
     layer = model.layers[0]
     states = torch.randn(1, 6, HIDDEN, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     positions = torch.arange(100, 106)[None]
@@ -479,7 +478,7 @@ def test_no_hook_is_left_behind(
             draft.model.lm_head.forward = lambda *_: 1 / 0
         return draft
 
-    monkeypatch.setattr(trainer, "load_draft", remember)
+    monkeypatch.setattr(trainer, "TRAINER", replace(trainer.TRAINER, load=remember))
     if failing:
         with pytest.raises(ZeroDivisionError):
             run(pair, tmp_path / "trace", prompts=prompts)
@@ -590,6 +589,29 @@ def _changed(**changes: Any) -> Callable[[Pair, Path], dict[str, Any]]:
     return options
 
 
+def _layer(**changes: Any) -> Callable[[Pair, Path], dict[str, Any]]:
+    def options(pair: Pair, folder: Path) -> dict[str, Any]:
+        config = json.loads((pair.draft / "config.json").read_text())
+        config["transformer_layer_config"] |= changes
+        return {"draft": _with_config(pair, folder, config)}
+
+    return options
+
+
+def _tensor(name: str, edit: Callable[[Tensor], Tensor]) -> Callable[[Pair, Path], dict[str, Any]]:
+    def options(pair: Pair, folder: Path) -> dict[str, Any]:
+        shutil.copytree(pair.draft, folder)
+        held = load_file(folder / "model.safetensors")
+        save_file(held | {name: edit(held[name])}, folder / "model.safetensors", {"format": "pt"})
+        return {"draft": folder}
+
+    return options
+
+
+def _d2t(edit: Callable[[Tensor], Tensor]) -> Callable[[Pair, Path], dict[str, Any]]:
+    return _tensor("d2t", edit)
+
+
 def _replayed(**options: Any) -> Callable[[Pair, Path], dict[str, Any]]:
     def given(pair: Pair, folder: Path) -> dict[str, Any]:
         fused = features_of(pair, PROMPTS)
@@ -628,7 +650,48 @@ FAULTS: dict[str, tuple[Callable[[Pair, Path], dict[str, Any]], type[EagleTraceE
     "a target as draft": (lambda p, _f: {"draft": p.target}, CheckpointError, "no speculators draft"),
     "another speculator": (_changed(speculators_model_type="dflash"), CheckpointError, "is a dflash draft"),
     "two norms": (_changed(norm_before_fc=True, fc_norm=True), CheckpointError, "mutually exclusive"),
-    "wrong sizes": (_changed(draft_vocab_size=41), CheckpointError, "cannot load"),
+    "wrong sizes": (_changed(draft_vocab_size=41), CheckpointError, "40 entries for a draft vocabulary of 41"),
+    "no number for an eps": (_layer(rms_norm_eps="small"), CheckpointError, "rms_norm_eps in .* is 'small'"),
+    "a negative eps": (_layer(rms_norm_eps=-0.5), CheckpointError, "rms_norm_eps in .* is -0.5, not a number of 0 or"),
+    "a theta of 0": (
+        _layer(rope_parameters={"rope_type": "default", "rope_theta": 0.0}),
+        CheckpointError,
+        "rope_parameters.rope_theta in .* is 0.0, not a number above 0",
+    ),
+    "yarn without a factor": (
+        _layer(rope_parameters={"rope_type": "yarn", "rope_theta": 1e4}),
+        CheckpointError,
+        "rope_parameters of the form yarn has no factor",
+    ),
+    "a projection of another size": (
+        _tensor("fc.weight", lambda one: one[:-1]),
+        CheckpointError,
+        r"fc.weight in .* is \[31, 96\], its config makes \[32, 96\]",
+    ),
+    "a rotation that nobody knows": (
+        _layer(rope_parameters={"rope_type": "spiral", "rope_theta": 1e4}),
+        CheckpointError,
+        "speculators cannot load .*: it knows no 'spiral'",
+    ),
+    "no heads": (_layer(num_attention_heads=0), CheckpointError, "num_attention_heads in .* is 0, not a whole number"),
+    "a null where the trainer wants a number": (_layer(rms_norm_eps=None), CheckpointError, "refuses the config"),
+    "ids that are fractions": (
+        _d2t(lambda one: one.float()),
+        CheckpointError,
+        r"d2t in .* is stored as float32 \[",
+    ),
+    "ids beyond the target's": (_d2t(lambda one: one + 10**6), CheckpointError, "makes 0 of 40 target ids in range"),
+    "no map of the vocabulary": (
+        lambda p, f: {"draft": lose(p, f, "d2t").draft},
+        CheckpointError,
+        "there is no d2t in .*, but the draft has 40 ids",
+    ),
+    "quantised weights": (_tensor("fc.weight", lambda one: one.to(torch.int8)), CheckpointError, "quantised tensors"),
+    "weights wider than any that is served": (
+        _tensor("fc.weight", lambda one: one.double()),
+        CheckpointError,
+        "stored in float64, .* say with --dtype",
+    ),
     "layers the target lacks": (
         _changed(eagle_aux_hidden_state_layer_ids=[1, 2, 9]),
         CheckpointError,
@@ -694,7 +757,10 @@ def test_what_is_wrong_is_said_in_one_sentence_and_leaves_nothing_behind(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_cuda_that_is_not_there_is_an_error(pair: Pair, tmp_path: Path, prompts: Path) -> None:
+def test_cuda_that_is_not_there_is_an_error_before_anything_is_loaded(
+    pair: Pair, tmp_path: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(HOST, "table", lambda: pytest.fail("the trainer was asked for"))
     with pytest.raises(HostError, match="no CUDA device"):
         run(pair, tmp_path / "trace", prompts=prompts, device="cuda")
 

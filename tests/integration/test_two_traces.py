@@ -69,7 +69,11 @@ def test_a_server_that_caches_keys_in_another_dtype_is_told_from_one_that_does_n
     result = diagnosed(diff(one, two), one, two)
     assert (result.verdict, result.first_divergence and result.first_divergence.site) == ("diverged", "target.hidden.0")
     assert result.diagnosis is not None
-    assert result.diagnosis.confirmed == (), "every step follows from its inputs: the target's features differ"
+    (cause,) = result.diagnosis.confirmed
+    assert (cause.cause, cause.site) == ("kv-cache-dtype", "target.hidden.0")
+    assert "plausible, not proved" in cause.evidence
+    assert not result.diagnosis.unexplained
+    assert not result.diagnosis.faulty, "every step is as its cache makes it"
     (said,) = [note.text for note in result.notes if note.name == "kv-cache"]
     assert "in bfloat16 and computes in float32" in said
     # what a prefill computes it does not read from the cache

@@ -30,7 +30,8 @@ from eagle_trace.capture import Shard
 from eagle_trace.errors import TraceError
 from eagle_trace.manifest import OPEN_SEAL, SEAL
 from eagle_trace.reader import Trace, ValueReader, open_trace, read_keys
-from eagle_trace.store import Store, _RemoteStore
+from eagle_trace.store import Store
+from eagle_trace.store.remote import RemoteStore
 from eagle_trace.writer import TraceWriter, prepare_output
 from eagle_trace_analysis import diff
 from eagle_trace_analysis.comparison.fold import Serial
@@ -77,7 +78,7 @@ class Pair:
 
 
 def _remote(place: Path) -> Store:
-    return _RemoteStore(str(place), fsspec.filesystem("file"), str(place))
+    return RemoteStore(str(place), fsspec.filesystem("file"), str(place))
 
 
 def make_pairs(folder: Path) -> list[Pair]:

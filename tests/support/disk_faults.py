@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle_trace import store, writer
+from eagle_trace.store.local import LocalStore
 
 FILE = "EAGLE_TRACE_TEST_DISK"
 #: bytes that may wait to be written, instead of the writer's own: a small model fills no more
@@ -27,7 +28,7 @@ LATE = 5.0
 
 
 #: everything that touches a trace
-PLACES = [(store.Sink, "write"), *((store._LocalStore, name) for name in sorted(store.Store.__abstractmethods__))]
+PLACES = [(store.Sink, "write"), *((LocalStore, name) for name in sorted(store.Store.__abstractmethods__))]
 
 
 def hook() -> None:

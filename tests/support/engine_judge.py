@@ -32,7 +32,8 @@ def ask(folder: Path, model: Path, drafts: Sequence[Path], **more: Any) -> dict[
         model: a target that SGLang's settings can be made from.
         drafts: one verdict each, in ``verdicts``.
         more: ``registry`` (true: which classes there are, and which can feed a draft), ``classes`` (model types whose
-            config class is described), ``targets`` (folders of targets: what stops the engine at each, or None).
+            config class is described), ``targets`` (folders of targets: what stops the engine at each, or None),
+            ``rotations`` (folders of drafts: whether each has a rotary embedding that can be computed with).
     """
     folder.mkdir(parents=True, exist_ok=True)
     job = {"model": str(model), "store": str(folder / "store"), "out": str(folder / "out.json")} | more
@@ -165,6 +166,32 @@ def judge(folder: Path) -> dict[str, Any]:
     }
 
 
+def rotation(folder: Path) -> bool:
+    """Whether a draft's class builds tables of cosines and sines that can be computed with, as it does for a GPU."""
+    import torch
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.layers.rotary_embedding import get_rope
+    from sglang.srt.models import deepseek_v2
+    from sglang.srt.models.kimi_k25_eagle3 import Eagle3DeepseekV2ForCausalLM
+    from sglang.srt.models.llama_eagle3 import LlamaForCausalLMEagle3
+
+    def as_on_a_gpu(*given: Any, device: Any = None, **more: Any) -> Any:
+        return get_rope(*given, **more)
+
+    vars(deepseek_v2)["get_rope_wrapper"] = as_on_a_gpu
+    try:
+        config = ModelConfig(str(folder), is_draft_model=True, trust_remote_code=False).hf_config
+        latent = config.architectures == [Eagle3DeepseekV2ForCausalLM.__name__]
+        model = (Eagle3DeepseekV2ForCausalLM if latent else LlamaForCausalLMEagle3)(config)
+    except Exception:  # noqa: BLE001 - whatever stops the engine
+        return False
+    attention = next(module for module in model.modules() if hasattr(module, "rotary_emb"))
+    scale = torch.tensor(float(attention.scaling))
+    names = ("cos_sin_cache", "short_cos_sin_cache", "long_cos_sin_cache")
+    tables = [table for name in names if (table := getattr(attention.rotary_emb, name, None)) is not None]
+    return bool(scale.isfinite() and scale and all(len(one) and one.isfinite().all() and one.any() for one in tables))
+
+
 def judge_target(folder: Path) -> str | None:
     """What stops the engine at a target's config; None if it is read."""
     from sglang.srt.configs.model_config import ModelConfig
@@ -223,6 +250,7 @@ def main() -> None:
     prepare(job["model"], job["store"])
     answer: dict[str, Any] = {"verdicts": [judge(Path(folder)) for folder in job["drafts"]]}
     answer["targets"] = [judge_target(Path(folder)) for folder in job.get("targets", ())]
+    answer["rotations"] = [rotation(Path(folder)) for folder in job.get("rotations", ())]
     if job.get("registry"):
         answer["registry"] = registry()
     if "classes" in job:

@@ -42,6 +42,15 @@ class Hub:
         return {headers.get("authorization", "") for _, headers in self.asked}
 
 
+#: answers that are neither a list of files nor what a hub says of a repository
+NONSENSE = {
+    "html": b"<html>please sign in</html>", "half a list": b"[1, 2", "numbers": b"[1, 2]", "names": b'["config.json"]',
+    "object": b'{"a": 1}', "entry": b'[{"type": "file"}]', "nulls": b"[null]", "number": b"1", "string": b'"files"',
+    "empty": b"", "bytes": b"\xff\xfe\x00",
+    "path": b'[{"type": "file", "path": 1, "size": 1, "oid": "1"}]',
+}  # fmt: skip
+
+
 class _Handler(BaseHTTPRequestHandler):
     hub: Hub
 
@@ -61,7 +70,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._tree()
         else:
             found = {"id": NAME, "sha": "0" * 40, "siblings": [], "private": False, "disabled": False, "tags": []}
-            self._answer(200, b"<html>" if fault == "nonsense" else json.dumps(found).encode())
+            self._answer(200, NONSENSE.get(fault.removeprefix("repository: "), json.dumps(found).encode()))
 
     def _tree(self) -> None:
         sizes = {file.name: file.stat().st_size for file in sorted(self.hub.folder.iterdir())}
@@ -76,7 +85,7 @@ class _Handler(BaseHTTPRequestHandler):
             files = [{**one, "size": None} for one in files]
         if self.hub.fault == "negative":
             files = [{**one, "size": -1} for one in files]
-        self._answer(200, b"[1, 2" if self.hub.fault == "half a list" else json.dumps(files).encode())
+        self._answer(200, NONSENSE.get(self.hub.fault.removeprefix("files: "), json.dumps(files).encode()))
 
     def _file(self, name: str) -> None:
         fault = self.hub.fault

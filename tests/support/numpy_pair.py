@@ -65,6 +65,7 @@ class Doing:
         pick: makes the features out of all hidden states [L + 2, T, G]; width G instead of n G skips fc.
         summand: (hidden states, what was added last to each) -> what stands for the hidden states.
         window: tokens a row sees.
+        cached: the dtype that keys and values are rounded to in their slots.
         stale: extends leave the slots of accepted tokens as the draft steps left them.
         prefix: (roots not computed, factor on their cached keys).
         limit: positions from here on are not rotated.
@@ -100,6 +101,7 @@ class Doing:
     summand: Callable[[F64, F64], F64] | None = None
     window: int | None = None
     stale: bool = False
+    cached: type | None = None
     prefix: tuple[int, float] | None = None
     limit: int | None = None
     shift: int | Callable[[int, Path_, int], int] = 0
@@ -248,7 +250,7 @@ class Runner:
         for row, (root, path) in enumerate(keys):
             if root + len(path) not in kept:
                 for place in (root + len(path), *self.do.slot(root, path)):
-                    self.slots[place] = k[row], v[row]
+                    self.slots[place] = self._cached(k[row]), self._cached(v[row])
         out = []
         for row, (root, path) in enumerate(keys):
             place = root + len(path)
@@ -264,6 +266,9 @@ class Runner:
             keys_seen, values_seen = (np.stack(part) for part in zip(*seen, strict=True))
             out.append(self.attended(q[row], keys_seen, values_seen))
         return np.stack(out)
+
+    def _cached(self, x: F64) -> F64:
+        return x if self.do.cached is None else x.astype(self.do.cached).astype(np.float64)
 
     def _empty(self) -> tuple[F64, F64]:
         width = self.kv_heads * self.size

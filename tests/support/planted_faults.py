@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from tests.support.numpy_target import TEXTS, Target, read_tensors, rms
@@ -389,6 +390,13 @@ def faults() -> list[Planted]:
         Planted("own-key-of-every-row-unseen", "kv-length", "layer.0.attn.context", serve={"behind": lambda _: -1}),
         Planted("slot-behind-every-row", "kv-length", "layer.0.attn.context", serve={"behind": lambda _: 1}),
         Planted("kv-cached-prefix", "kv-cached-prefix", "layer.0.attn.context", serve={"prefix": (10, 1.5)}),
+        Planted(
+            "kv-cache-dtype",
+            "kv-cache-dtype",
+            "layer.0.attn.context",
+            serve={"cached": ml_dtypes.bfloat16},
+            serve_write={"settings": {"kv_cache_dtype": "bfloat16"}},
+        ),
         Planted("attention-not-reduced", "tp-shard", "layer.0.attn.out", serve_tensors=half(OUT), loaded=True),
         Planted(
             "mlp-not-reduced",

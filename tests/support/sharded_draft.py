@@ -40,12 +40,13 @@ def _held(draft: Path) -> dict[str, Any]:
 
     from eagle_trace.sites import draft_sites
     from eagle_trace_serving.stored import checkpoint_names
+    from eagle_trace_serving.taps import shards_of
     from eagle_trace_sglang.params import loaded_params
-    from eagle_trace_sglang.sites import partial_sums, shards
+    from eagle_trace_sglang.sites import partial_sums, taps
 
     model = LlamaForCausalLMEagle3(LlamaConfig.from_pretrained(draft))
     model.load_weights(load_file(draft / "model.safetensors").items())
-    known = shards(model)
+    known = shards_of(taps(model))
     sites = {site.name: known.get(site.name) for site in draft_sites(3, 1)}
     held = {
         "sites": {name: asdict(shard) if shard else None for name, shard in sites.items()},

@@ -29,7 +29,7 @@ from specforge.training.controller import TrainerController, TrainerCore
 from specforge.training.strategies.base import Eagle3TrainStrategy
 from specforge.training.tracking import TrackerLogger
 
-from eagle_trace_specforge.trainer import SpecForge
+from eagle_trace_specforge.load import load_draft
 from tests.support.pairs import TARGET
 
 STEPS = 3
@@ -72,7 +72,7 @@ def strategy(draft: Path, folder: Path, dtype: torch.dtype = torch.float32) -> A
     names = {"weight_map": {"model.embed_tokens.weight": "model.safetensors"}}
     (indexed / "model.safetensors.index.json").write_text(json.dumps(names))
     head = TargetHead.from_pretrained(str(indexed), lm_head_key="model.embed_tokens.weight").to(dtype)
-    model = SpecForge().load(draft, TARGET, "float32", "cpu").model
+    model = load_draft(draft, TARGET, "float32", "cpu").model
     model.freeze_embedding()
     # as SpecForge does it, rotary tables and their frequencies included
     return Eagle3TrainStrategy(eagle3.OnlineEagle3Model(model.to(dtype).train(), length=STEPS), target_head=head)

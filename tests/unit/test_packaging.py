@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from eagle_trace.extras import way_to
+
 ROOT = Path(__file__).resolve().parents[2]
 #: makes an import of a host fail, as on a machine where it is not installed
 WITHOUT_HOSTS = """
@@ -47,6 +49,9 @@ def test_the_wheel_holds_all_packages_and_no_tests(wheel: list[str]) -> None:
     "file",
     [
         "eagle_trace/py.typed",
+        "eagle_trace_analysis/report/templates/report.html",
+        "eagle_trace_analysis/report/templates/body.html",
+        "eagle_trace_analysis/report/assets/report.css",
         "eagle_trace/demo/prompts.jsonl",
         "eagle_trace/demo/models/target/model.safetensors",
         "eagle_trace/demo/models/draft/model.safetensors",
@@ -91,7 +96,7 @@ def test_recording_without_its_host_says_what_to_install(mode: str, tmp_path: Pa
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
     if mode == "train":
-        assert "pip install 'eagle-trace[train]'" in done.stderr
+        assert way_to("train") in done.stderr
 
 
 def test_help_loads_nothing_heavy() -> None:

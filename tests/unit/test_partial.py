@@ -17,7 +17,14 @@ import pytest
 
 from eagle_trace import open_trace
 from eagle_trace.capture import Rows
-from eagle_trace.errors import OutputExistsError, RecordingError, TraceDamagedError, TraceError, TraceUnsealedError
+from eagle_trace.errors import (
+    OutputExistsError,
+    RecordingError,
+    TraceDamagedError,
+    TraceError,
+    TraceNotFoundError,
+    TraceUnsealedError,
+)
 from eagle_trace.manifest import OPEN_SEAL, Manifest
 from eagle_trace.reader import Trace
 from eagle_trace.writer import TraceWriter, prepare_output
@@ -379,6 +386,18 @@ def test_a_table_whose_file_is_garbage_is_named(tmp_path: Path) -> None:
     assert len(open_trace(path).prompts) == 0
 
 
+def test_a_file_in_the_place_of_a_trace_is_told_from_nothing(tmp_path: Path) -> None:
+    import fsspec
+
+    (tmp_path / "x.json").write_text("{}")
+    fsspec.filesystem("memory").pipe_file("/told/x.json", b"{}")
+    for place in (tmp_path / "x.json", "memory://told/x.json"):
+        with pytest.raises(TraceNotFoundError, match="is a file: a trace is the folder that"):
+            open_trace(place)
+    with pytest.raises(TraceNotFoundError, match="no such folder"):
+        open_trace(tmp_path / "none")
+
+
 def test_sigterm_ends_a_command_as_ctrl_c_does(tmp_path: Path) -> None:
     code = """
 import tempfile, eagle_trace.reader
@@ -398,7 +417,7 @@ main()
     os.kill(child.pid, signal.SIGTERM)
     _, errors = child.communicate(timeout=300)
     assert child.returncode == 143
-    assert errors == "eagle-trace: terminated; nothing was sealed\n"
+    assert errors == "eagle-trace: terminated\n", "it recorded nothing that could have been sealed"
     assert not folder.exists()
 
 

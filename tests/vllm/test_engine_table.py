@@ -13,7 +13,7 @@ from eagle_trace_analysis import engines
 from eagle_trace_analysis.checkpoint.check import check
 from eagle_trace_analysis.checkpoint.export import export
 from eagle_trace_analysis.engines.vllm import engine
-from eagle_trace_vllm.releases import installed
+from eagle_trace_vllm.releases import RELEASES
 from tests.support.tiny_speculators import LAYER_IDS, random_prompts, write_pair, write_prompts
 from tests.vllm.conftest import Serve, Train
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.vllm
 
 def registry() -> dict[str, tuple[str, str]]:
     """Module and class of every architecture that the installed vLLM registers, by its sources."""
-    tree = ast.parse((installed()[1] / "model_executor/models/registry.py").read_bytes())
+    tree = ast.parse((RELEASES.installed()[1] / "model_executor/models/registry.py").read_bytes())
     found: dict[str, tuple[str, str]] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Dict):

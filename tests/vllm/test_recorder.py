@@ -58,6 +58,16 @@ def test_what_was_answered_stands_in_the_trace(recorded: tuple[Trace, Answers]) 
     assert set(trace.prompts["finish_reason"]) == {"length"}
 
 
+def test_the_manifest_says_what_keys_and_values_are_kept_in_and_what_the_target_captures(
+    recorded: tuple[Trace, Answers],
+) -> None:
+    manifest = recorded[0].manifest
+    assert manifest.settings["kv_cache_dtype"] == "float32"
+    assert "draft_kv_cache_dtype" not in manifest.settings
+    assert manifest.target["architecture"] == "LlamaForCausalLM"
+    assert manifest.target["captured_inputs"] == manifest.settings["layer_ids"]
+
+
 def test_rounds_commit_what_was_answered(recorded: tuple[Trace, Answers]) -> None:
     trace, _ = recorded
     for row in trace.prompts.to_dict("records"):

@@ -97,6 +97,15 @@ class Cause:
         return None
 
 
+def without_parameters(context: Context) -> Outcome | None:
+    """Why parameters as loaded cannot be compared; None if both traces hold them."""
+    trained, served = context.params
+    if trained and served:
+        return None
+    side = "train" if not trained else "serve"
+    return not_tested(f"the {side} trace holds no parameters", f"record the {side} side with this version")
+
+
 NO_TRAINING = "no training trace"
 RECORD_VALUES = (
     "record both sides with --level values and give the checkpoints (--train-draft, --serve-draft, --target)"

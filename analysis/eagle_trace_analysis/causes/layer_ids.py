@@ -13,9 +13,9 @@ from eagle_trace_analysis.causes.base import (
     not_tested,
     ruled_out,
 )
-from eagle_trace_analysis.causes.fed import layer_words
 from eagle_trace_analysis.evidence.context import Context
 from eagle_trace_analysis.evidence.features import CLEARLY, Features
+from eagle_trace_analysis.evidence.layers import layer_words
 
 
 def check_shifted(context: Context) -> Outcome:

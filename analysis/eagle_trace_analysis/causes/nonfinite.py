@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from eagle_trace_analysis.causes.base import Cause, Outcome, clipped, confirmed, ruled_out
-from eagle_trace_analysis.causes.parameters import not_loaded
 from eagle_trace_analysis.comparison.metrics import Metrics
 from eagle_trace_analysis.evidence.context import Context
+from eagle_trace_analysis.evidence.not_loaded import not_loaded
 
 
-def check_nonfinite(context: Context) -> Outcome:
+def check(context: Context) -> Outcome:
     """Elements that are not finite, in parameters as loaded and at sites."""
     first = next((one for one in context.diff.frontier if one.kind == "nonfinite"), None)
     sides = zip(("training", "serving"), context.params, strict=True)
@@ -35,13 +35,11 @@ def check_nonfinite(context: Context) -> Outcome:
     )
 
 
-CAUSES = (
-    Cause(
-        "nonfinite",
-        "Accept length 1.00.",
-        "Non-finite elements counted at every site and in every parameter as loaded; the first site with one.",
-        "Load the weights that were never loaded; serve in a dtype that holds the values.",
-        (),
-        check_nonfinite,
-    ),
+CAUSE = Cause(
+    "nonfinite",
+    "Accept length 1.00.",
+    "Non-finite elements counted at every site and in every parameter as loaded; the first site with one.",
+    "Load the weights that were never loaded; serve in a dtype that holds the values.",
+    (),
+    check,
 )

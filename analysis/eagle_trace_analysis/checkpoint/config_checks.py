@@ -215,6 +215,7 @@ def _other_defaults(subject: Subject) -> str:
     found += [
         f"{key} {ours.get(key)} ({own} {theirs.get(key)})"
         for key in ("rope_theta", "partial_rotary_factor", "rope_type")
-        if ours.get(key) != theirs.get(key)
+        # a NaN that is the same NaN is no other default
+        if ours.get(key) not in (theirs.get(key),)
     ]
     return ", ".join(found)

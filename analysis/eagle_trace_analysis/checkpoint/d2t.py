@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from eagle_trace.checkpoints import differ_by_padding
 from eagle_trace_analysis.checkpoint.files import DTYPES, StoredTensor
 from eagle_trace_analysis.checkpoint.finding import Finding, failed, passed, skipped, warned
 from eagle_trace_analysis.checkpoint.subject import Subject
@@ -56,11 +57,6 @@ class Reading:
             f"{self.ascending:,} of {count - 1:,} steps strictly increasing"
         )
         return text if self.kept is None else f"{text}, {self.kept:,} of {count:,} equal to t2d"
-
-
-def differ_by_padding(one: int, other: int) -> bool:
-    """Whether two vocabulary sizes may be those of one tokenizer, padded differently (151,669 and 151,936)."""
-    return abs(one - other) <= 0.02 * max(one, other) or -(-one // 64) == -(-other // 64)
 
 
 def read_as(ids: NDArray[np.int64], vocabulary: int, kept: NDArray[np.int64] | None) -> Reading:

@@ -270,6 +270,11 @@ def check_shapes(subject: Subject) -> Finding:
             f"with {heads}: {listed(wrong, 3)}",
             f"set {', '.join(subject.engine.LAYER_SIZES[:-1])} and {subject.engine.LAYER_SIZES[-1]} as trained",
         )
+    queries, keys_values = int(subject.full["num_attention_heads"]), int(subject.full["num_key_value_heads"])
+    if "num_key_value_heads" in subject.engine.LAYER_SIZES and queries % keys_values:
+        why = "as many heads have to share each key-value head, and these numbers do not divide"
+        fix = "set num_attention_heads and num_key_value_heads as trained"
+        return failed("head-shape", "qkv-order", f"{heads}: {why}", fix)
     if subject.trained_layer is not None:
         keys = ("num_attention_heads", "num_key_value_heads", "head_dim", "num_hidden_layers")
         differ = [

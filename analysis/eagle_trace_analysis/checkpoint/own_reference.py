@@ -19,6 +19,7 @@ from safetensors.numpy import save_file
 
 from eagle_trace.errors import CheckpointError
 from eagle_trace.families import EAGLE3
+from eagle_trace_analysis.checkpoint.export import prepare_folder
 from eagle_trace_analysis.checkpoint.files import StoredTensor, stored_dtype
 from eagle_trace_analysis.checkpoint.subject import Subject, open_subject
 from eagle_trace_analysis.engines import SGLANG, Engine
@@ -45,15 +46,17 @@ def write_own_reference(deployed: Path, out: Path, *, target: Path, engine: Engi
     _write(subject, out)
 
 
-def translate(draft: Path, out: Path, *, target: Path) -> None:
+def translate(draft: Path, out: Path, *, target: Path, force: bool = False) -> None:
     """The same for an engine that loads speculators format and is to serve a draft in SGLang's.
 
     Raises:
         CheckpointError: speculators has no form of it; the sentence says what is missing.
+        OutputExistsError: see `prepare_folder`.
     """
     subject = open_subject(draft, target, None)
     if lacking := what_is_missing(subject):
         raise CheckpointError(f"{draft} cannot be written in speculators format: {'; '.join(lacking)}")
+    prepare_folder(out, subject.engine, force=force, sources=(draft, target))
     _write(subject, out)
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from eagle_trace.checkpoints import class_names, read_config
-from eagle_trace.errors import CheckpointError, OutputExistsError
+from eagle_trace.errors import CheckpointError, UsageError
 from eagle_trace_analysis.checkpoint.export import export
 from eagle_trace_analysis.checkpoint.origin import is_state_folder
 from eagle_trace_analysis.checkpoint.own_reference import translate
@@ -56,6 +57,37 @@ def purpose_of(draft: Path) -> Purpose:
     return Purpose(SGLANG, f"the config is flat, which is {SGLANG.TITLE}'s format")
 
 
+def not_deployed(deployed: Path, trained: Path | None = None, engine: Engine = SGLANG) -> str | None:
+    """Why a folder given as the deployed draft is not one that the engine loads, but one that a trainer wrote.
+
+    Args:
+        deployed: what was given as the deployed draft.
+        trained: what was given as the trained one: whether the two are swapped is then said.
+        engine: what serves the draft.
+
+    Returns:
+        One sentence without a full stop, with the way out; None if the folder may be a deployed one.
+
+    Raises:
+        CheckpointError: a folder has no config that can be read.
+    """
+    form = _training_format(deployed)
+    if form is None or form in engine.READS:
+        return None
+    why = f"{deployed} is in {form}'s format, which {engine.TITLE} does not load"
+    if trained is not None and trained.is_dir() and _training_format(trained) is None:
+        return f"{why}, and {trained} is as a server loads it: --trained and --deployed are swapped"
+    return f"{why}: give it with --trained, and what `eagle-trace export` makes of it with --deployed"
+
+
+def _training_format(draft: Path) -> str | None:
+    """The trainer in whose own format a folder is; None for a server's, and for a file, which is refused elsewhere."""
+    if is_state_folder(draft):
+        return "specforge"
+    trainer = None if draft.is_file() else trainer_of(read_config(draft))
+    return trainer.NAME if trainer is not None else None
+
+
 def purpose_of_export(draft: Path) -> Purpose:
     """The first engine that does not load a folder as it is: there is nothing to write for one that does.
 
@@ -65,6 +97,36 @@ def purpose_of_export(draft: Path) -> Purpose:
     ready = purpose_of(draft)
     engine = next(one for one in ENGINES.values() if one is not ready.engine)
     return Purpose(engine, f"{ready.engine.TITLE} loads {draft} as it is")
+
+
+def refuse_swapped(trained: tuple[str, Path | None], deployed: tuple[str, Path | None], servers: Iterable[str]) -> None:
+    """Refuse two folders of a draft of which each is in the other's format.
+
+    Nothing is said where that may be meant: a server that loads a trainer's format as it is, a trainer that writes the
+    flat one, a folder that cannot be read (whoever opens it says so).
+
+    Args:
+        trained, deployed: how each is given (``--trained``), and the folder.
+        servers: what is to load the deployed one, by name.
+
+    Raises:
+        UsageError: the deployed one is in a trainer's format that none of the servers loads, the trained one in none.
+    """
+    (trained_as, trained_folder), (deployed_as, deployed_folder) = trained, deployed
+    if trained_folder is None or deployed_folder is None:
+        return
+    try:
+        formats = [trainer_of(read_config(folder)) for folder in (trained_folder, deployed_folder)]
+    except CheckpointError:
+        return
+    engines = [ENGINES[name] for name in servers if name in ENGINES]
+    format = formats[1]
+    if formats[0] is None and format is not None and not any(format.NAME in engine.READS for engine in engines):
+        titles = " or ".join(engine.TITLE for engine in engines) or "a server"
+        raise UsageError(
+            f"{deployed_as} {deployed_folder} is in {format.NAME} format, which {titles} does not load, and "
+            f"{trained_as} {trained_folder} is in a server's: were they meant the other way round?"
+        )
 
 
 def write_for(engine: Engine, draft: Path, out: Path, *, target: Path | None = None, force: bool = False) -> list[str]:
@@ -86,7 +148,5 @@ def write_for(engine: Engine, draft: Path, out: Path, *, target: Path | None = N
             f"{draft} is in {purpose_of(draft).engine.TITLE}'s format: give --target, by whose class its layer ids are "
             "read"
         )
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise OutputExistsError(f"{out} exists: choose another folder")
-    translate(draft, out, target=target)
+    translate(draft, out, target=target, force=force)
     return []

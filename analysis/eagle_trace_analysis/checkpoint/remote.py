@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fnmatch
 import io
+import json
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -32,6 +33,9 @@ READ = (".json", ".safetensors", ".bin", ".pt")
 SECONDS = 300.0
 #: packages that bring a protocol's driver
 DRIVERS = {"hf": "'eagle-trace[hub]'", "s3": "'eagle-trace[s3]'"}
+
+#: what drivers stumble over where an answer is not what they take it for; their words are Python's
+_MISREAD = (json.JSONDecodeError, UnicodeDecodeError, LookupError, TypeError, AttributeError)
 
 
 @dataclass
@@ -116,6 +120,10 @@ class Reach:
             raise
         except FileNotFoundError as error:
             raise CheckpointError(f"cannot {what} {self.place}: it is not there") from error
+        except _MISREAD as error:
+            whose = "the hub's" if self.place.startswith("hf://") else "the server's"
+            wanted = "a list of files" if what == "list" else "a file's bytes"
+            raise CheckpointError(f"cannot {what} {self.place}: {whose} answer is not {wanted}") from error
         except Exception as error:  # every driver has errors of its own
             raise CheckpointError(f"cannot {what} {self.place}: {reason(error)}") from error
 

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from typing import Any
 
-from eagle_trace_analysis.checkpoint.d2t import differ_by_padding
+import numpy as np
+
+from eagle_trace.checkpoints import differ_by_padding
 from eagle_trace_analysis.checkpoint.files import DTYPE_NAMES, StoredTensor, stored_dtype
 from eagle_trace_analysis.checkpoint.finding import Finding, failed, passed, skipped, warned
 from eagle_trace_analysis.checkpoint.quantised import is_packed, spoken_for
 from eagle_trace_analysis.checkpoint.scan import Scan
 from eagle_trace_analysis.checkpoint.subject import Subject
 from eagle_trace_analysis.checkpoint.weights import same_rows
+from eagle_trace_analysis.engines.rotation import runs_backwards
 from eagle_trace_analysis.trainers import specforge
 from eagle_trace_analysis.trainers.base import flat_training
 from eagle_trace_analysis.trainers.specforge import MISSING_FROM_HEAD
 
 LARGEST_FLOAT16 = 65504.0
+#: drafts are trained with 1e-5 or 1e-6; rows of an embedding have a mean square of 1e-4 to 1e-2
+LARGEST_EPS = 1e-2
 
 
 def check_residual_norm(subject: Subject) -> Finding:
@@ -139,10 +145,21 @@ def check_rope(subject: Subject) -> Finding:
     """Rotary embedding against the training."""
     name, cause, served = "rope", "rope-theta", subject.engine.rope_settings(subject.full)
     words = ", ".join(f"{k} {v}" for k, v in sorted(served.items()))
+    fault = subject.engine.rotation_fault(subject.full)
+    if fault is not None:
+        return failed(name, cause, fault.why, fault.fix)
     doubt = subject.doubt(name)
     if subject.trained_layer is None and doubt is not None:
         return warned(name, doubt.cause or cause, doubt.why, doubt.fix)
     if subject.trained_layer is None:
+        form = _form(subject.full)
+        if served["rope_type"] not in ("default", form, f"deepseek_{form}"):
+            why = f"it names the form {form}, of which {subject.engine.ARCHITECTURE} makes {served['rope_type']}"
+            return warned(name, cause, f"{why}: {words}", "set its form and its numbers as trained")
+        if runs_backwards(served):
+            fast, slow = served.get("beta_fast", 32), served.get("beta_slow", 1)
+            why = f"beta_fast is {fast}, beta_slow {slow}: yarn then divides fast rotations and leaves slow ones"
+            return warned(name, cause, why, "set beta_fast and beta_slow as trained")
         share = subject.served.get("partial_rotary_factor", 1.0)
         if share != 1:
             return warned(
@@ -174,6 +191,12 @@ def check_rope(subject: Subject) -> Finding:
     return passed(name, cause, f"{words}, as trained")
 
 
+def _form(config: Mapping[str, Any]) -> str:
+    """The form of rotary embedding that a config names."""
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    return str(rope.get("rope_type") or rope.get("type") or "default")
+
+
 def _rope_fix(differ: list[str], trained: dict[str, Any]) -> str:
     share = [one for one in differ if one.startswith("partial_rotary_factor")]
     rope = {key: value for key, value in trained.items() if key != "partial_rotary_factor"}
@@ -186,13 +209,17 @@ def _rope_fix(differ: list[str], trained: dict[str, Any]) -> str:
 def check_eps(subject: Subject) -> Finding:
     """`rms_norm_eps` against the training."""
     served = float(subject.full["rms_norm_eps"])
-    if served < 0:
-        return failed(
-            "norm-eps",
-            "norm-eps",
-            f"rms_norm_eps is {served:g}: the root of a mean square less than that is not a number",
-            "set rms_norm_eps as trained (1e-5, 1e-6)",
-        )
+    with np.errstate(over="ignore"):
+        computed = float(np.float32(served))  # in which norms compute
+    why, fix = _useless_eps(computed), "set rms_norm_eps as trained (1e-5, 1e-6)"
+    if why:
+        return failed("norm-eps", "norm-eps", f"rms_norm_eps is {served:g}: {why}", fix)
+    if subject.trained_layer is None and not computed:
+        why = f"rms_norm_eps is {served:g}: of a row of zeros, as of a token that was never trained, a norm makes NaN"
+        return warned("norm-eps", "norm-eps", why, fix)
+    if subject.trained_layer is None and computed > LARGEST_EPS:
+        why = f"rms_norm_eps is {served:g}, more than the mean square of usual rows: a norm then shrinks them"
+        return warned("norm-eps", "norm-eps", why, fix)
     if subject.trained_layer is None:
         return skipped("norm-eps", "norm-eps", f"served with rms_norm_eps {served:g}; {subject.ask}")
     trained = float(subject.trained_layer["rms_norm_eps"])
@@ -204,6 +231,15 @@ def check_eps(subject: Subject) -> Finding:
             f"set rms_norm_eps to {trained:g}",
         )
     return passed("norm-eps", "norm-eps", f"rms_norm_eps {served:g}, as trained")
+
+
+def _useless_eps(eps: float) -> str:
+    """Why no norm computes with such an eps, which is added to a mean square; empty if one does."""
+    if eps < 0:
+        return "the root of a mean square less than that is not a number"
+    if math.isnan(eps):
+        return "every norm makes NaN"
+    return "every norm makes zeros" if math.isinf(eps) else ""
 
 
 def check_tied(subject: Subject) -> Finding:

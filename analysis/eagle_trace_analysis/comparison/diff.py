@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -34,6 +34,7 @@ from eagle_trace_analysis.comparison.result import Diff, Note, SiteResult
 from eagle_trace_analysis.comparison.rowwise import RowFigures
 from eagle_trace_analysis.comparison.site import site_fold
 from eagle_trace_analysis.comparison.sketch import WORDS, widened
+from eagle_trace_analysis.comparison.tipped import Tipped, beside_tipped
 from eagle_trace_analysis.comparison.tolerance import FACTOR, Tolerances
 from eagle_trace_analysis.comparison.topk import check_topk
 from eagle_trace_analysis.comparison.words import (
@@ -129,6 +130,7 @@ class _Comparison:
         self.tolerances = Tolerances(self.sites, train, serve, widths, floors, tolerance)
         self.alignment: Alignment = align(train, serve)
         self.figures = RowFigures(train, serve, self.alignment)
+        self.tipped: Tipped | None = None
         self._logit_errors: tuple[NDArray[np.int64], NDArray[np.float64]] = (
             np.zeros(0, dtype=np.int64),
             np.zeros(0),
@@ -161,6 +163,7 @@ class _Comparison:
             benign=tuple(self.benign),
             notes=tuple(self.notes),
             level=self.level,
+            tipped=self.tipped,
             tolerance=self.tolerances.provenance,
             traces={"train": provenance(self.train), "serve": provenance(self.serve)},
         )
@@ -245,6 +248,7 @@ class _Comparison:
             results["position", step] = result
         sites = [site for site in self.sites if site.kind == "value" and site.name not in faults]
         results |= self._compare_values(sites)
+        results, self.tipped = beside_tipped(self.train, self.sites, results, self.figures.errors, self._judged_again)
         if self.level != "shapes" and not set(TOPK_SITES) & set(faults) and self._both_have(TOPK_SITES[0]):
             wrong = [
                 step for (site, step), result in results.items() if site == "logits" and result.verdict == "diverged"
@@ -272,6 +276,16 @@ class _Comparison:
         for done in fold(to_compare(), self.executor):
             found[done.site] = self._results_of(done)
         return {node: result for results in found.values() for node, result in results.items()}
+
+    def _judged_again(self, pairs: Mapping[str, Pairs]) -> Results:
+        """Sites compared by these pairs alone; the figures of all rows stay as they are."""
+        whole = (site_fold(self.train, self.serve, site, one) for site, one in pairs.items() if len(one))
+        found = {done.site: done.result() for done in fold(whole, self.executor)}
+        return {
+            (site, step): self._result(site, step, one, found.get(site, {}).get(step))
+            for site, one in pairs.items()
+            for step in one.steps
+        }
 
     def _site_fold(self, site: Site) -> SiteFold | Results:
         """A site ready to be compared, or why it is not."""
@@ -341,6 +355,9 @@ class _Comparison:
             text = f"{len(agreeing)} sites and steps differ by rounding only, at most {worst:.2g} "
             text += f"({at.site}, step {at.step}; {allowed:.2g} allowed)"
             self.benign.append(Note("rounding", text))
+        if self.tipped is not None and self.tipped.verdict == "excused":
+            text = f"{self.tipped.text}; what follows from them is left out"
+            self.benign.append(Note("router-tipped", text))
         steps = self.alignment.rows.train_keys.step[self.alignment.rows.train]
         if len(steps) and not steps.any() and self.serve.rows.step.any():
             text = "only step 0 was compared: record the train side with --replay to compare draft steps too"

@@ -18,6 +18,7 @@ import numpy as np
 
 import eagle_trace
 from eagle_trace.errors import SchedulerError, TraceError, UsageError
+from eagle_trace.extras import way_to
 from eagle_trace_analysis.comparison.compare import Part, SiteFold
 
 #: memory that the parts in flight may take together; a thread is never kept idle for less than `BYTES_A_WORKER`
@@ -94,7 +95,7 @@ class Dask:
         try:
             from distributed import Client
         except ImportError as error:
-            raise UsageError("--scheduler needs Dask: pip install 'eagle-trace[dask]'") from error
+            raise UsageError(f"--scheduler needs Dask: {way_to('dask')}") from error
         self.scheduler = scheduler
         if not re.search(r"://|:\d+$", scheduler):
             # Dask would say so too, and then hang for 20 seconds in a destructor of its own

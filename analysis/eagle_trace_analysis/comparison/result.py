@@ -15,6 +15,7 @@ from eagle_trace_analysis.shown import html_of
 
 if TYPE_CHECKING:
     from eagle_trace_analysis.comparison.rowwise import RowFigures
+    from eagle_trace_analysis.comparison.tipped import Tipped
     from eagle_trace_analysis.diagnosis.diagnose import Diagnosis
 
 Kind = Literal["shape", "presence", "parameters", "nonfinite", "tokens", "positions", "ids", "values", "step"]
@@ -216,6 +217,7 @@ class Diff:
         traces: provenance of both sides.
         diagnosis: every cause with its verdict; None if it was not asked for.
         gate: what else was asked, and whether it holds; None if nothing was.
+        tipped: what the margins of the target's routers say of features that differ; None if there is nothing to say.
         figures: the traces, their alignment and the figures of each row, as they were compared; None if they are gone.
     """
 
@@ -231,6 +233,7 @@ class Diff:
     traces: Mapping[str, Mapping[str, Any]]
     diagnosis: Diagnosis | None = None
     gate: Gate | None = None
+    tipped: Tipped | None = field(default=None, compare=False, repr=False)
     figures: RowFigures | None = field(default=None, compare=False, repr=False)
 
     @property

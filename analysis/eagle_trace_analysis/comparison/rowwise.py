@@ -146,6 +146,11 @@ class RowFigures:
                 self.keep(site, pairs, done.result().values())
         return self._kept[site]
 
+    def errors(self, site: str) -> tuple[Pairs, Float64]:
+        """Pairs of a site, and the error of each (see `PairFigures`)."""
+        pairs = self.alignment.pairs(site)
+        return pairs, self._figures(site, pairs).error
+
     def rows(self, step: int = 0, prompt: str | None = None) -> Rows:
         """Keys (train side) of all matched draft rows of a step, by prompt and root; `prompt` is a prompt_key."""
         pairs = self.alignment.rows

@@ -63,12 +63,12 @@ def compare_sketches(part: Part) -> dict[int, Compared]:
     """Compare a whole site by the sketches of its rows; both sides hold sketches or values, of one width."""
     left, right = part.train.data, part.serve.data
     y, x = (statistics_of(half.data, half.index) for half in (part.train, part.serve))
-    y_rows, x_rows = (SiteReader([SketchReader(one) for one in data]) for data in (left, right))
+    before, after = (SiteReader([SketchReader(one) for one in data]) for data in (left, right))
     width, found = left[0].width, {}
     for step in np.unique(part.step):
         at = np.flatnonzero(part.step == step)
         ys, xs = y.take(at), x.take(at)
-        total = _accumulate(y_rows, x_rows, width, part.train.index[at], part.serve.index[at])
+        total = _accumulate(before, after, width, part.train.index[at], part.serve.index[at])
         rho = estimated_rho(total, ys)
         faulty = (xs.nonfinite > 0) | (ys.nonfinite > 0)
         worst = int(faulty.argmax()) if faulty.any() else int(rho.argmax())

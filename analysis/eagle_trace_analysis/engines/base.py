@@ -182,6 +182,9 @@ class Engine(Protocol):
     def rope_settings(self, config: Config) -> dict[str, Any]:
         """The rotary embedding that the engine builds."""
 
+    def rotation_fault(self, full: Config) -> Refusal | None:
+        """Why the rotary embedding of a config with defaults cannot be computed with; None if it can."""
+
     def norm_before_fc(self, config: Config) -> bool:
         """Whether the concatenated features are normalised before fc."""
 

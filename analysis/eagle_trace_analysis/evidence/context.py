@@ -25,6 +25,7 @@ from eagle_trace_analysis.engines import Engine, engine_of_host
 from eagle_trace_analysis.evidence.company import Company, company_of
 from eagle_trace_analysis.evidence.features import Features
 from eagle_trace_analysis.pairing.roles import in_order
+from eagle_trace_analysis.replay.cached import over_its_cache
 from eagle_trace_analysis.replay.form import Form, form_of
 from eagle_trace_analysis.replay.recorded import Recorded, choose
 from eagle_trace_analysis.replay.replay import Replay, Replayed, judge
@@ -301,7 +302,7 @@ class Context:
             weights = self.train_weights
             if trace.manifest.dtype != weights.dtype:
                 weights = Weights(weights.tensors, trace.manifest.dtype)
-            return Replay(Recorded(trace, keys), self.form, weights)
+            return over_its_cache(Replay(Recorded(trace, keys), self.form, weights))
         except (CheckpointError, TraceError, ValueError) as error:
             self.problems["replay"] = str(error)
             return None

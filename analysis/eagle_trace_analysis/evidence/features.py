@@ -82,7 +82,11 @@ class Features:
             return None
         rows = rows.take(np.lexsort((rows.root, rows.prompt_id)))
         mapped = np.array([known[int(number)] for number in rows.prompt_id], dtype=np.int32)
-        both = np.flatnonzero(lookup(replace(rows, prompt_id=mapped), train.rows) >= 0)
+        keyed = replace(rows, prompt_id=mapped)
+        known_T = lookup(keyed, train.rows) >= 0
+        if diff.tipped is not None:
+            known_T &= ~diff.tipped.among(keyed)
+        both = np.flatnonzero(known_T)
         if not both.size:
             return None
         both = both[np.linspace(0, len(both) - 1, min(len(both), ROWS)).astype(np.int64)]

@@ -26,6 +26,7 @@ SKIP_REASONS = {
     "not-materialised": "the other side never computes the site for this row",
     "position-offset": "positions differ by a constant, so rotated vectors differ and attention does not",
     "not-drafted": "the other side drafted nothing there: its rounds begin at other roots, or take fewer steps",
+    "router-tipped": "it follows from a row that the target sent to other experts, by rounding",
 }
 #: what some of them mean between two traces of one side
 _OF_ONE_SIDE = {

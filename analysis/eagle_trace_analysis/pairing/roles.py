@@ -11,9 +11,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, Protocol, TypeVar
 
+from eagle_trace.printable import html_text
+
 T = TypeVar("T")
 P = TypeVar("P", bound="_HasSide")
 SIDES = ("train", "serve")
+#: places of the two names in a sentence, until all of it is said: characters that no text of ours has
+_A, _B = "\ue000", "\ue001"
 #: fields that hold names for programs, paths or figures, and no sentence
 _VERBATIM = frozenset({"traces", "site", "kind", "verdict", "name", "cause", "row", "level", "statistic", "changed"})
 
@@ -69,16 +73,23 @@ class Roles:
         """A sentence about training and serving, said of these two traces; as it is for the usual pair."""
         if self.usual:
             return text
+        return self._named(text, self.reference, self.other)
+
+    @staticmethod
+    def _named(text: str, reference: str, other: str) -> str:
         for pattern, words in _PHRASES:
-            text = pattern.sub(words.replace("<A>", self.reference).replace("<B>", self.other), text)
-        return text
+            text = pattern.sub(words, text)
+        # names come from manifests: nothing in them is a pattern, a phrase or the other name's place
+        parts = re.split(f"({_A}|{_B})", text)
+        return "".join({_A: reference, _B: other}.get(part, part) for part in parts)
 
     def say_html(self, page: str) -> str:
         """`say` for the text between the tags of a piece of HTML, its scripts and styles left alone."""
         if self.usual:
             return page
         parts = re.split(r"(<(?:script|style)\b.*?</(?:script|style)>|<[^>]*>)", page, flags=re.S)
-        return "".join(part if at % 2 else self.say(part) for at, part in enumerate(parts))
+        names = html_text(self.reference), html_text(self.other)
+        return "".join(part if at % 2 else self._named(part, *names) for at, part in enumerate(parts))
 
     def said(self, one: T) -> T:
         """Plain data (dataclasses, tuples, mappings) with every sentence in it said of these two traces."""
@@ -169,7 +180,9 @@ def _phrases() -> list[tuple[re.Pattern[str], str]]:
         (r"(?<=\()serve(?=\))", "<B>"),
         (r"server", "<B>"),
     )
-    return [(re.compile(start + pattern + end), words) for pattern, words in table]
+    return [
+        (re.compile(start + pattern + end), words.replace("<A>", _A).replace("<B>", _B)) for pattern, words in table
+    ]
 
 
 _PHRASES = _phrases()

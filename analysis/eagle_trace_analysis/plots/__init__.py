@@ -9,10 +9,11 @@ Needs plotly (``pip install 'eagle-trace[notebook]'``).
 """
 
 from eagle_trace_analysis.plots.acceptance import accept_length
-from eagle_trace_analysis.plots.health import features, weights
-from eagle_trace_analysis.plots.heat import error_map
+from eagle_trace_analysis.plots.error_map import error_map
+from eagle_trace_analysis.plots.features import features
 from eagle_trace_analysis.plots.ladder import ladder
 from eagle_trace_analysis.plots.output import drafted, logits
 from eagle_trace_analysis.plots.steps import by_step
+from eagle_trace_analysis.plots.weights import weights
 
 __all__ = ["accept_length", "by_step", "drafted", "error_map", "features", "ladder", "logits", "weights"]

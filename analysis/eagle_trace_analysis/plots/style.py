@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eagle_trace.errors import UsageError
+from eagle_trace.extras import way_to
 from eagle_trace.printable import printable
 from eagle_trace.sites import known_sites
 from eagle_trace_analysis.comparison.frontier import shape_order
@@ -55,7 +56,7 @@ def graph_objects() -> Any:
     try:
         import plotly.graph_objects as go
     except ImportError as error:
-        raise UsageError("plots and HTML reports need plotly: pip install 'eagle-trace[notebook]'") from error
+        raise UsageError(f"plots and HTML reports need plotly: {way_to('notebook')}") from error
     return go
 
 

@@ -44,6 +44,7 @@ class View:
             (keys, values, roots).
         slots: whose key lies in the slot of a draft step, by step: that of another step of the same path, or None
             where the slot is not seen at all. A row sees its own step's place in the path it was written in.
+        rounded: keys and values are seen as the host's cache keeps them (`Recorded.cache`).
         miscount: how many slots more than there are a row of each step sees, by step: behind its own there are zeros,
             since no row was written to them; below 0, how many of the last ones it does not see.
     """
@@ -56,6 +57,7 @@ class View:
     fresh_in_call: bool = True
     missing: dict[int, tuple[Real, Real, Int]] = field(default_factory=dict)
     slots: dict[int, int | None] = field(default_factory=dict)
+    rounded: bool = True
     miscount: dict[int, int] = field(default_factory=dict)
     _prompts: dict[int, _Prompt | None] = field(default_factory=dict)
 
@@ -113,6 +115,10 @@ class View:
             if (place >= len(given[2])).any() or (given[2][place] != lost + low).any():
                 return None
             k[lost], v[lost] = given[0][place], given[1][place]
+        if self.rounded and (cache := self.recorded.cache) is not None:
+            # a draft step reads its own path's keys, too, from where they were just written
+            here = (index >= 0) & (held.calls[index] == call) & (not path)
+            k, v = cache.read(k, here), cache.read(v, here)
         more = self.miscount.get(len(path), 0)
         if more > 0:
             k, v = (np.concatenate([part, np.zeros((more, part.shape[1]), part.dtype)]) for part in (k, v))

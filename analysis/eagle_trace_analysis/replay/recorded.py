@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from eagle_trace.capture import Rows, to_float32
 from eagle_trace.reader import SiteData, Trace, ValueReader, read_keys
+from eagle_trace_analysis.comparison.cached import Kept
 from eagle_trace_analysis.pairing.keys import above, lookup
 
 Int = NDArray[np.int64]
@@ -36,18 +37,38 @@ class Values:
     present: Bool
 
 
+@dataclass(frozen=True)
+class Cache:
+    """What becomes of keys and values that attention reads from a cache.
+
+    Attributes:
+        kept: the dtype that they are rounded to.
+        fresh: the rows of an extend take one another's keys from memory, and only those before it from the cache.
+    """
+
+    kept: Kept
+    fresh: bool
+
+    def read(self, keys: Real, here: Bool) -> Real:
+        """Keys, or values, [N, heads x size] as a row sees them, of which those `here` are of its own forward."""
+        rounded = self.kept.rounded(keys)
+        return np.where(here[:, None], keys, rounded) if self.fresh else rounded
+
+
 class Recorded:
     """Sampled rows of a trace.
 
     Attributes:
         trace: where they are from.
         keys: keys of the sampled rows, S of them.
+        cache: how keys and values are read from the draft's cache; None for one that rounds nothing.
         dtype: what is computed in: float64 for a float32 trace (one dtype higher than its own), else float32.
     """
 
     def __init__(self, trace: Trace, keys: Rows) -> None:
         self.trace = trace
         self.keys = keys
+        self.cache: Cache | None = None
         self.dtype = np.float64 if trace.manifest.dtype in ("float32", "float64") else np.float32
         self._values: dict[str, Values | None] = {}
         self._prompt_values: dict[tuple[str, int], tuple[Real, Rows] | None] = {}

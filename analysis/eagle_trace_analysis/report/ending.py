@@ -16,6 +16,7 @@ from eagle_trace.printable import printable
 from eagle_trace.reader import Trace
 from eagle_trace_analysis.comparison.result import AcceptLength, Diff
 from eagle_trace_analysis.diagnosis.diagnose import CauseVerdict, Diagnosis
+from eagle_trace_analysis.report.lines import LEAST, wrapped
 
 #: lines of the ending, and what of a cause is said in it
 MOST_LINES = 12
@@ -37,7 +38,7 @@ def ending(diff: Diff, answer: Sequence[Text], console: Console, next_command: s
         lines = [lines[0], *_cut(diff.incomparable, console, MOST_LINES - 6, indent=0), *lines[2:]]
     if (accept := accept_line(diff)) and diff.incomparable is None:
         lines.append(Text(accept))
-    last = [*_gate(diff, console), *([_next(next_command)] if next_command else [])]
+    last = [*_gate(diff, console), *(_next(next_command, console) if next_command else [])]
     if diff.diagnosis is not None:
         lines += _causes(diff.diagnosis, console, MOST_LINES - len(lines) - len(last), diff.verdict)
     return [*lines, *last]
@@ -112,10 +113,10 @@ def _cut(text: str, console: Console, most: int, *, style: str = "", indent: int
     """`text` in at most `most` lines, with dots where it goes on."""
     if most < 1:
         return []
-    width = max(30, console.width - indent)
-    parts = [part.plain.rstrip() for part in Text(printable(text)).wrap(console, width)]
+    parts = wrapped(console, text, indent)
     if len(parts) > most:
-        parts = [*parts[: most - 1], f"{parts[most - 1][: width - 4].rstrip()} ..."]
+        room = max(LEAST, console.width - indent) - 4
+        parts = [*parts[: most - 1], f"{parts[most - 1][:room].rstrip()} ..."]
     return [Text(" " * indent) + Text(part, style=style) for part in parts]
 
 
@@ -134,9 +135,12 @@ def _gate(diff: Diff, console: Console) -> list[Text]:
     return [Text(f"gate: passed: {' and '.join(asked)}", style="bold green")]
 
 
-def _next(command: str) -> Text:
-    """The next command, which is never cut: it is there to be copied."""
-    return Text().append("next: ", style="bold").append(printable(command))
+def _next(command: str, console: Console) -> list[Text]:
+    """The next command, which is never cut: it is there to be copied. Too long a one has a line of its own."""
+    line = Text().append("next: ", style="bold").append(printable(command))
+    if line.cell_len <= console.width:
+        return [line]
+    return [Text("next:", style="bold"), Text(f"  {printable(command)}")]
 
 
 def next_command(diff: Diff, reference: Trace, other: Trace) -> str:

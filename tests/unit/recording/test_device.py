@@ -21,10 +21,12 @@ from eagle_trace.selection import Selection
 from eagle_trace.sketch import reduce_on_device
 from eagle_trace.writer import TraceWriter, prepare_output
 from eagle_trace_serving.admission import Admission
+from eagle_trace_serving.chains import ChainRecording, Proposal
 from eagle_trace_serving.orders import Order
 from eagle_trace_serving.recording import Recording
 from eagle_trace_sglang.batches import SGLangRequest, batch_of, parents_of, verified_of
-from eagle_trace_vllm.recording import Asked, Proposal, VLLMRecording
+from eagle_trace_vllm.requests import Asked
+from eagle_trace_vllm.sites import BEFORE_FORWARD
 from tests.support.stand_in import Device, moved
 
 WIDTH, VOCABULARY, TOPK, NODES = 4, 24, 2, 3
@@ -306,10 +308,11 @@ def proposed(out: Path, place: Place) -> Trace:
     torch.manual_seed(1)
     prepare_output(out)
     writer = TraceWriter(out, Manifest("serve", "values", "vllm"))
-    recording = VLLMRecording(Order(str(out), Admission(requests=2)), writer, WIDTH)
-    recording.longest = 100
+    recording = ChainRecording(
+        Order(str(out), Admission(requests=2)), writer, WIDTH, longest=100, before=BEFORE_FORWARD
+    )
     sampling = SimpleNamespace(eos_token_id=0, stop_token_ids=(), min_tokens=0, max_tokens=9, stop=())
-    asked = [Asked(rid, [1, 2, 3, 4], sampling, 100, computed=4) for rid in ("a", "b")]
+    asked = [Asked(rid, [1, 2, 3, 4], 100, computed=4, sampling=sampling) for rid in ("a", "b")]
     for one in asked:
         recording.arrived(one)
     recording.sampled("a", [7], [], [])

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -17,18 +19,18 @@ from eagle_trace import open_trace
 from eagle_trace.errors import CheckpointError, UsageError
 from eagle_trace.families import EAGLE3_MLA
 from eagle_trace.recording.hooks import Hooks
-from eagle_trace_analysis import diff
+from eagle_trace_analysis import check, diff
 from eagle_trace_analysis.diagnosis.diagnose import diagnosed
 from eagle_trace_analysis.replay.form import form_of
 from eagle_trace_reference.host import HOST
 from eagle_trace_reference.load import load_draft
 from eagle_trace_reference.model import LatentAttention, LatentDraft, Memory, frequencies
 from eagle_trace_reference.shape import Shape, Yarn, shape_of
-from eagle_trace_reference.trainer import ReferenceForward
+from eagle_trace_reference.trainer import TRAINER
 from eagle_trace_training.numerics import computing_in, raise_dtype
 from eagle_trace_training.published import Published
 from tests.support.checkpoints import write_checkpoint
-from tests.support.latent import draft_config, draft_tensors, write_draft
+from tests.support.latent import YARN, draft_config, draft_tensors, write_draft
 from tests.support.latent_faults import HEALTHY
 from tests.support.latent_pair import run
 from tests.support.numpy_target import answers
@@ -137,7 +139,7 @@ def test_its_steps_are_what_a_server_computes_absorbed_one_token_after_the_other
     seen: list[dict[str, Any]] = [{} for _ in range(steps)]
     with computing_in("float64"):
         with Hooks() as hooks:
-            ReferenceForward().sites(hooks, model, lambda step, site, x: seen[step].__setitem__(site, x))
+            TRAINER.sites(hooks, model, lambda step, site, x: seen[step].__setitem__(site, x))
             model(tokens, documents, positions, features, steps)
         start = 0
         for length in lengths:
@@ -152,12 +154,12 @@ def test_its_steps_are_what_a_server_computes_absorbed_one_token_after_the_other
 def test_a_folder_is_loaded_as_it_is_stored_and_every_site_has_the_width_its_config_says(tmp_path: Path) -> None:
     embedding = torch.randn(320, 128).numpy()
     folder = write_draft(tmp_path / "draft", lambda held: held.update({"embed_tokens.weight": embedding}))
-    draft = load_draft(ReferenceForward(), folder, None, "float32", "cpu")
+    draft = load_draft(folder, None, "float32", "cpu")
     assert draft.layer_ids == [2, 4, 5]
     assert (draft.fused_width, draft.hidden_size, draft.warnings) == (384, 128, [])
     seen: dict[str, tuple[int, ...]] = {}
     with Hooks() as hooks, computing_in("float32"):
-        draft.host.sites(hooks, draft.model, lambda _, site, x: seen.setdefault(site, tuple(x.shape)))
+        TRAINER.sites(hooks, draft.model, lambda _, site, x: seen.setdefault(site, tuple(x.shape)))
         draft.model(*(torch.arange(3) * n for n in (1, 0, 1)), torch.randn(3, 384), 1)
     widths = {"q_a": 48, "q_a_norm": 48, "kv_a": 48, "kv_a_norm": 32, "q": 128, "q_rope": 64, "k_rope": 16,
               "context": 96, "out": 128, "residual": 128}  # fmt: skip
@@ -185,7 +187,7 @@ def test_target_layers_are_read_as_published_drafts_name_them(
         tensors = draft_tensors(draft_config())
         with_embedding(tensors)
         folder = write_checkpoint(tmp_path / "draft", draft_config(eagle_config=asked), tensors)
-        return load_draft(ReferenceForward(), folder, tmp_path / "target", "float32", "cpu")
+        return load_draft(folder, tmp_path / "target", "float32", "cpu")
 
     assert loaded(named).layer_ids == inputs
     with pytest.raises(CheckpointError, match=r"the target .* has 61 layers"):
@@ -197,7 +199,7 @@ def test_target_layers_are_read_as_published_drafts_name_them(
 def test_one_feature_that_is_asked_for_beside_an_fc_of_three_is_said(tmp_path: Path) -> None:
     ids = {"eagle_aux_hidden_state_layer_ids": [1, 3, 4]}
     folder = write_draft(tmp_path, with_embedding, eagle_config=ids | {"use_aux_hidden_state": False})
-    draft = load_draft(ReferenceForward(), folder, None, "float32", "cpu")
+    draft = load_draft(folder, None, "float32", "cpu")
     assert draft.layer_ids == [2, 4, 5]
     assert "use_aux_hidden_state false, but fc takes 3 target layers" in draft.warnings[0]
 
@@ -210,10 +212,11 @@ def without(name: str) -> Any:
     ("changes", "edit", "said"),
     [
         ({"q_lora_rank": None}, None, "q_lora_rank in the config of"),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, None, "rotates by 'linear'"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, None, r"rotates by linear \(the class has yarn, "),
         ({"rope_scaling": [4.0]}, None, "rope_scaling in the config of .* is .*, not an object"),
-        ({"rope_scaling": {"type": "yarn", "factor": "4"}}, None, "factor in the config of .* is '4', not a number"),
-        ({"rope_theta": 0.0}, None, "rope_theta in the config of .* is 0.0, not a number above 1"),
+        ({"rope_scaling": {"type": "yarn", "factor": "4"}}, None, "rope_scaling.factor in .* is '4', not a number"),
+        ({"rope_theta": 0.0}, None, "rope_theta in the config of .* is 0.0, not a number above 0"),
+        ({"rope_theta": 1.0}, None, "rope_theta in the config of .* is 1.0, not a number above 1"),
         ({"rms_norm_eps": "small"}, None, "rms_norm_eps in the config of"),
         ({"num_hidden_layers": 2}, None, "counts 2 layers, not one"),
         ({"hidden_act": "gelu"}, None, "activates by 'gelu'"),
@@ -224,6 +227,7 @@ def without(name: str) -> Any:
         ({}, without("layers.0.self_attn.kv_b_proj.weight"), "lacks layers.0.self_attn.kv_b_proj.weight"),
         ({}, without("embed_tokens.weight"), "has no embed_tokens.weight: give the target"),
         ({"architectures": ["LlamaForCausalLMEagle3"], "kv_lora_rank": None}, "keep", "is a draft of class"),
+        ({}, lambda held: held.update({"fc.weight": held["fc.weight"].astype(np.int8)}), "holds quantised tensors"),
     ],
 )  # fmt: skip
 def test_what_it_cannot_compute_is_refused_in_one_sentence(
@@ -235,8 +239,62 @@ def test_what_it_cannot_compute_is_refused_in_one_sentence(
         edit(tensors)
     folder = write_checkpoint(tmp_path / "draft", draft_config(**changes), tensors)
     with pytest.raises(CheckpointError, match=said) as caught:
-        load_draft(ReferenceForward(), folder, None, "float32", "cpu")
+        load_draft(folder, None, "float32", "cpu")
     assert "\n" not in str(caught.value)
+
+
+def edited(name: str, edit: Any) -> Any:
+    return lambda held: held.update({name: edit(held[name])})
+
+
+#: what no server could compute, and `eagle-trace check` says so; words that both say it with
+UNSERVABLE: dict[str, tuple[dict[str, Any], Any, str]] = {
+    "d2t beyond the target": ({}, edited("d2t", lambda one: one + 10**6), "0 of 80 target ids in range"),
+    "d2t of fractions": ({}, edited("d2t", lambda one: one.astype(np.float32)), "d2t .*is stored as"),
+    "no d2t": ({}, without("d2t"), "but the draft has 80 ids for 320 target ids: draft ids would be taken for target"),
+    "a d2t of another vocabulary": ({}, edited("d2t", lambda one: one[:-3]), "has 77 entries"),
+    "yarn without a factor": ({"rope_scaling": {"type": "yarn"}}, None, "rope_scaling of the form yarn has no factor"),
+    "a factor of 0": ({"rope_scaling": {"type": "yarn", "factor": 0}}, None, "factor .*is 0"),
+    "a factor below 0": ({"rope_scaling": {"type": "yarn", "factor": -2.0}}, None, "factor .*is -2.0"),
+    "a factor beyond float32": ({"rope_scaling": {"type": "yarn", "factor": 1e300}}, None, "factor .*is 1e.300"),
+    "frequencies that overflow": (
+        {"rope_scaling": YARN | {"factor": 1e-300}},
+        None,
+        "cosines and sines are not numbers",
+    ),
+    "an eps beyond float32": ({"rms_norm_eps": 1e300}, None, "rms_norm_eps .*is 1e.300"),
+    "a word for a flag": ({"rope_interleave": "no"}, None, "rope_interleave"),
+    "a negative eps": ({"rms_norm_eps": -1e-5}, None, "rms_norm_eps .*is -1e-05"),
+    "no heads": ({"num_attention_heads": 0}, None, "num_attention_heads"),
+    "a negative width": ({"v_head_dim": -1}, None, "v_head_dim .*is -1"),
+    "a tie beside ids of its own": ({"tie_word_embeddings": True}, None, "the target's embedding"),
+}
+
+
+@pytest.mark.parametrize("name", UNSERVABLE)
+def test_what_check_fails_is_refused_before_anything_runs(name: str, tmp_path: Path) -> None:
+    changes, edit, words = UNSERVABLE[name]
+    tensors = draft_tensors(draft_config())
+    with_embedding(tensors)
+    if edit is not None:
+        edit(tensors)
+    folder = write_checkpoint(tmp_path / "draft", draft_config(**changes), tensors)
+    failed = [one.evidence for one in check(folder).findings if one.status == "fail"]
+    assert re.search(words, " ".join(failed)), failed
+    with pytest.raises(CheckpointError, match=words) as refused:
+        HOST.record(draft=folder, target=TARGET, prompts=tmp_path / "prompts.jsonl", out=tmp_path / "out", device="cpu")
+    assert "\n" not in str(refused.value)
+    assert refused.value.exit_status == 2
+    assert not (tmp_path / "out").exists()
+
+
+def test_weights_of_twice_the_width_are_read_as_any_others(tmp_path: Path) -> None:
+    tensors = draft_tensors(draft_config())
+    with_embedding(tensors)
+    wide = {name: one.astype(np.float64) if one.dtype == np.float32 else one for name, one in tensors.items()}
+    folders = [write_checkpoint(tmp_path / name, draft_config(), held) for name, held in (("a", tensors), ("b", wide))]
+    narrow, widened = (load_draft(folder, None, "float32", "cpu").model.state_dict() for folder in folders)
+    assert all(torch.equal(narrow[name], widened[name]) for name in narrow)
 
 
 def write_draft_of_llama(folder: Path) -> Path:
@@ -252,7 +310,7 @@ def test_it_takes_drafts_of_its_class_alone_and_trains_nothing(tmp_path: Path) -
     assert not HOST.takes(write_draft_of_llama(tmp_path / "llama"))
     assert not HOST.takes(tmp_path / "nowhere")
     with pytest.raises(UsageError, match="trains nothing"):
-        ReferenceForward().live(None)
+        TRAINER.live(None)
 
 
 def test_it_agrees_with_a_server_that_absorbs_in_numpy_on_that_servers_tokens(tmp_path: Path) -> None:

@@ -9,12 +9,8 @@ import numpy as np
 import pytest
 
 from eagle_trace.errors import CheckpointError, UsageError
-from eagle_trace_sglang.deployment import (
-    check_cpu_rotation,
-    check_deployment,
-    check_parallelism,
-    tensor_parallel_size,
-)
+from eagle_trace_serving.arguments import number
+from eagle_trace_sglang.deployment import TENSOR_PARALLEL, check_cpu_rotation, check_deployment, check_parallelism
 from tests.support import checkpoints as make
 
 
@@ -32,7 +28,7 @@ from tests.support import checkpoints as make
     ],
 )
 def test_the_last_word_on_ranks_counts(words: list[str], size: int) -> None:
-    assert tensor_parallel_size(words) == size
+    assert number(words, TENSOR_PARALLEL) == size
 
 
 @pytest.mark.parametrize(

@@ -92,7 +92,7 @@ def test_what_enters_and_leaves_a_kept_graph_is_recorded(tmp_path: Path) -> None
         recording.arrived(SGLangRequest(one))
     one, batch = worker(), extend_after_verify()
     with Hooks() as hooks:
-        hook_graph_boundaries(hooks, one, lambda event: event(recording))
+        hook_graph_boundaries(hooks, one, recording)
         output = one.cuda_graph_runner_for_draft_extend.execute(batch, torch.tensor([2, 4]))
     assert "execute" not in vars(one.cuda_graph_runner_for_draft_extend)
     recording.seal({})

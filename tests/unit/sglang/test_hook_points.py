@@ -17,10 +17,11 @@ from eagle_trace.families import EAGLE3, EAGLE3_MLA
 from eagle_trace.manifest import Manifest
 from eagle_trace.recording.hooks import Hooks
 from eagle_trace.sites import draft_sites
-from eagle_trace_sglang.layers import draft_layers, family_of
+from eagle_trace_serving.facts import tell_missing
+from eagle_trace_serving.taps import shards_of
+from eagle_trace_sglang.layers import draft_layers, draft_place, family_of
 from eagle_trace_sglang.params import loaded_params, used_name
-from eagle_trace_sglang.ranks import draft_place
-from eagle_trace_sglang.sites import hook_draft, shards, tell_missing
+from eagle_trace_sglang.sites import hook_draft, taps
 
 H, A, K, MIDDLE, ROWS = 8, 8, 4, 6, 3
 #: what comes with the call, or is worked out from other sites
@@ -191,7 +192,7 @@ def test_a_place_that_is_not_there_loses_its_sites_and_no_other(path: str) -> No
     assert missing_sites(model) == dict.fromkeys(LOSSES[path], path)
     # what the recorder asks beside: which rank this is, and what part of a site it holds
     assert draft_place(model) == (0, 1)
-    held = shards(model)
+    held = shards_of(taps(model))
     assert all(held.get(site.name) is None for site in draft_sites(3, 1))
     assert all(not module._forward_hooks and not module._forward_pre_hooks for module in model.modules())
 
@@ -220,7 +221,7 @@ def test_lost_sites_are_written_into_the_manifest() -> None:
     model = Draft()
     lose(model, "model.fc")
     manifest = Manifest("serve", "values", "sglang")
-    tell_missing(manifest, missing_sites(model))
+    tell_missing(manifest, "SGLang", missing_sites(model))
     assert [(one["site"], one["rows"]) for one in manifest.not_materialised] == [("fc.in", "all"), ("fc.out", "all")]
     (warning,) = manifest.warnings
     assert "no model.fc" in warning
@@ -229,7 +230,7 @@ def test_lost_sites_are_written_into_the_manifest() -> None:
 
 def test_a_whole_draft_leaves_nothing_in_the_manifest() -> None:
     manifest = Manifest("serve", "values", "sglang")
-    tell_missing(manifest, missing_sites(Draft()))
+    tell_missing(manifest, "SGLang", missing_sites(Draft()))
     assert (manifest.not_materialised, manifest.warnings) == ([], [])
 
 
@@ -330,7 +331,7 @@ def test_what_a_rank_holds_of_latent_attention_is_asked_of_its_modules(monkeypat
         monkeypatch.setattr(linear, "tp_rank", 1)
         monkeypatch.setattr(linear, "tp_size", 2)
     assert draft_place(model) == (1, 2)
-    held = {site.removeprefix("layer.0."): shard for site, shard in shards(model).items() if shard is not None}
+    held = {site.removeprefix("layer.0."): shard for site, shard in shards_of(taps(model)).items() if shard is not None}
     split = ("attn.q", "attn.q_rope", "attn.context", "mlp.gate", "mlp.up", "mlp.act")
     assert held == dict.fromkeys(split, Shard(1, 2))
 

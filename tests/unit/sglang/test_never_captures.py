@@ -16,7 +16,8 @@ from eagle_trace.errors import TraceDamagedError
 from eagle_trace.manifest import Manifest
 from eagle_trace_analysis import diff
 from eagle_trace_analysis.diagnosis.diagnose import diagnose
-from eagle_trace_sglang.captured import target_facts
+from eagle_trace_serving.facts import target_facts
+from eagle_trace_sglang.worker import CAPTURES
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 
@@ -50,13 +51,13 @@ class Loaded(SimpleNamespace):
 def test_the_facts_of_a_target_are_found_wherever_its_class_keeps_them(
     model: Any, captures: bool | None, inputs: list[int] | None
 ) -> None:
-    assert target_facts(model) == {"architecture": "Loaded", "captures": captures, "captured_inputs": inputs}
+    assert target_facts(model, *CAPTURES) == {"architecture": "Loaded", "captures": captures, "captured_inputs": inputs}
 
 
 def test_models_that_hold_one_another_end(capsys: pytest.CaptureFixture[str]) -> None:
     one = Loaded(capture_aux_hidden_states=True)
     one.model = Loaded(language_model=one)
-    assert target_facts(one)["captures"] is True
+    assert target_facts(one, *CAPTURES)["captures"] is True
     assert capsys.readouterr().out == ""
 
 

@@ -12,7 +12,8 @@ from typer.testing import CliRunner
 
 from eagle_trace.cli import main
 from eagle_trace.errors import HostError
-from eagle_trace_sglang import releases
+from eagle_trace_serving import releases
+from eagle_trace_serving.sources import HookPoint
 from eagle_trace_sglang.releases import HOOK_POINTS, SAMPLING, TESTED, WRONG_ON_CPU, check_release, missing_names
 from tests.support.pairs import DRAFT, TARGET
 
@@ -76,9 +77,7 @@ def test_an_untested_release_with_every_hook_point_is_taken_with_a_warning(insta
     ("point", "name"),
     [pytest.param(p, name, id=f"{p.file}:{name}") for p in HOOK_POINTS for name in p.names],
 )
-def test_a_release_that_lacks_a_hook_point_is_refused_by_name(
-    install: Install, point: releases.HookPoint, name: str
-) -> None:
+def test_a_release_that_lacks_a_hook_point_is_refused_by_name(install: Install, point: HookPoint, name: str) -> None:
     install("0.6.0", without=[name])
     refusal = rf"SGLang 0\.6\.0 is not supported on cpu: it has no .*{name} in {point.file}"
     with pytest.raises(HostError, match=refusal) as error:
@@ -139,7 +138,7 @@ def test_names_are_found_however_a_module_comes_to_have_them(tmp_path: Path) -> 
         "if x:\n    class K:\n        field: int\n        def method(self): pass\nelse:\n    def lost(): pass\n"
     )
     names = ("c", "f", "g", "x", "y", "z", "i", "j", "K", "K.field", "K.method", "lost", "a", "e", "K.other", "method")
-    assert missing_names(tmp_path, releases.HookPoint("m.py", names, "")) == ["a", "e", "K.other", "method"]
+    assert missing_names(tmp_path, HookPoint("m.py", names, "")) == ["a", "e", "K.other", "method"]
 
 
 def test_record_refuses_an_unsupported_release_before_it_starts_anything(install: Install, tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ def behind(prefix: str) -> dict[str, Any]:
     return {name if name.startswith("lm_head") else f"{prefix}{name}": one for name, one in TENSORS.items()}
 
 
-HIDDEN = make.HIDDEN
+HIDDEN, D2T = make.HIDDEN, TENSORS["d2t"]
 EXPRESSED = {
     "SpecForge's own export": (CONFIG, own()),
     "SpecForge's own, norm_output and all": (CONFIG | {"norm_output": True}, own()),
@@ -135,6 +135,25 @@ REFUSED = {
         "7 rows, which do not split 4 : 2 : 2",
     ),
     "a vector for fc": (CONFIG, own() | {"fc.weight": np.zeros(HIDDEN, ml_dtypes.bfloat16)}, "has no fc.weight"),
+    "a negative eps": (
+        CONFIG | {"rms_norm_eps": -1e-5},
+        own(),
+        "rms_norm_eps in the config of .* is -1e-05",
+    ),
+    "a theta of 0": (
+        {**CONFIG, "rope_parameters": {"rope_theta": 0}},
+        own(),
+        "rope_theta in .* is 0, not a number",
+    ),
+    "linear without a factor": (
+        {**CONFIG, "rope_parameters": None, "rope_scaling": {"type": "linear"}},
+        own(),
+        "rope_scaling of the form linear has no factor",
+    ),
+    "no heads": (CONFIG | {"num_attention_heads": 0}, own(), "num_attention_heads in the config of .* is 0"),
+    "fractions for ids": (CONFIG, own() | {"d2t": D2T.astype(np.float32)}, "d2t in .* is stored as float32"),
+    "ids beyond the target's": (CONFIG, own() | {"d2t": D2T + 10**6}, r"makes 0 of \d+ target ids in range"),
+    "no map": (CONFIG, {name: one for name, one in own().items() if name != "d2t"}, "there is no d2t in"),
     "no weights": (CONFIG, None, "the draft's weights are missing"),
 }
 

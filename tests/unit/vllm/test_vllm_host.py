@@ -15,14 +15,19 @@ import pytest
 from eagle_trace.errors import CheckpointError, EagleTraceError, HostError, UsageError
 from eagle_trace.prompts import Prompt
 from eagle_trace.recording import hosts
+from eagle_trace.recording.hooks import Hooks
 from eagle_trace_serving.access import DeniedError, Keys
+from eagle_trace_serving.facts import cached_as
 from eagle_trace_serving.host import Address, ServerOptions
+from eagle_trace_serving.releases import Releases
 from eagle_trace_serving.requests import Request
 from eagle_trace_vllm import arming, plugin, releases
 from eagle_trace_vllm.asking import answers, ask, ask_all, request_id
 from eagle_trace_vllm.deployment import launch, speculation
 from eagle_trace_vllm.host import HOST
-from eagle_trace_vllm.recording import Asked
+from eagle_trace_vllm.requests import Asked
+from eagle_trace_vllm.runners import hook_runner
+from eagle_trace_vllm.worker import kept_in
 from tests.support.pairs import DRAFT, TARGET
 
 PAIR = ServerOptions(TARGET, DRAFT, device="cpu")
@@ -175,14 +180,16 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
             file.parent.mkdir(parents=True, exist_ok=True)
             old = file.read_text() if file.exists() else ""
             file.write_text(old + "\n".join(lines) + "\n")
-        monkeypatch.setattr(releases, "installed", lambda: (name, tmp_path / "vllm"))
+        monkeypatch.setattr(Releases, "installed", lambda _releases: (name, tmp_path / "vllm"))
 
     return run
 
 
 def test_a_release_without_a_hook_point_is_refused_by_name(install: Install) -> None:
     install("0.10.2+cpu", "WorkerWrapperBase.init_device")
-    with pytest.raises(HostError, match=r"vLLM 0\.10\.2 is not supported: it has no WorkerWrapperBase\.init_device"):
+    with pytest.raises(
+        HostError, match=r"vLLM 0\.10\.2 is not supported on cpu: it has no WorkerWrapperBase\.init_device"
+    ):
         releases.check_release("cpu")
 
 
@@ -231,7 +238,7 @@ def sampling(**given: Any) -> SimpleNamespace:
 def test_an_answer_is_cut_as_vllm_cuts_it(
     sampled: list[int], given: dict[str, Any], ended: bool, answer: list[int], reason: str | None
 ) -> None:
-    request = Asked("r", [1, 2, 3], sampling(**given), 10, sampled=sampled, ended=ended)
+    request = Asked("r", [1, 2, 3], 10, sampled=sampled, ended=ended, sampling=sampling(**given))
     assert (list(request.answer_ids), request.finish_reason) == (answer, reason)
 
 
@@ -239,13 +246,58 @@ def test_an_answer_is_cut_as_vllm_cuts_it(
 def test_nothing_that_goes_wrong_in_the_plugin_reaches_the_server(
     error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
-    def fails() -> tuple[str, Path]:
+    def fails(_releases: Releases) -> tuple[str, Path]:
         raise error
 
     monkeypatch.setenv("EAGLE_TRACE_OUT", str(tmp_path))
     monkeypatch.delenv("EAGLE_TRACE_SESSION", raising=False)
-    monkeypatch.setattr("eagle_trace_vllm.arming.installed", fails)
+    monkeypatch.setattr(Releases, "installed", fails)
     plugin.load()
     assert str(error) in caplog.text
     # a bug keeps its traceback, a sentence has none
     assert ("Traceback" in caplog.text) == isinstance(error, RuntimeError)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "named", "kept"),
+    [
+        ("torch.bfloat16", "auto", "bfloat16"),
+        ("torch.uint8", "fp8", "float8_e4m3fn"),
+        ("torch.uint8", "fp8_e5m2", "float8_e5m2"),
+        ("torch.float8_e4m3fn", "fp8_inc", "float8_e4m3fn"),
+        ("torch.uint8", "nvfp4", "nvfp4"),
+        (None, "auto", ""),
+    ],
+)
+def test_a_cache_of_bytes_is_named_for_what_the_bytes_are(dtype: str | None, named: str, kept: str) -> None:
+    attention = SimpleNamespace(kv_cache_torch_dtype=dtype, kv_cache_dtype=named)
+    assert kept_in(SimpleNamespace(modules=lambda: [SimpleNamespace(), attention])) == kept
+
+
+def test_the_drafts_cache_is_told_where_it_is_another_one() -> None:
+    assert cached_as("torch.bfloat16", "bfloat16") == {"kv_cache_dtype": "bfloat16"}
+    assert cached_as("float8_e4m3fn", "torch.bfloat16") == {
+        "kv_cache_dtype": "float8_e4m3fn",
+        "draft_kv_cache_dtype": "bfloat16",
+    }
+    assert cached_as(None, "") == {}
+
+
+def test_a_recording_that_begins_while_tokens_are_sampled_does_not_miss_what_was_asked_before() -> None:
+    runner: Any = SimpleNamespace(drafter=SimpleNamespace(propose=lambda: None), _sample=None)
+    told: list[Any] = []
+    recording: Any = SimpleNamespace(take_sampled=told.append)
+    begun = False
+
+    def while_it_goes_on(function: Callable[..., None]) -> Callable[..., None]:
+        return lambda *given: function(*given) if begun else None
+
+    def sample(_logits: Any) -> None:
+        nonlocal begun
+        begun = True
+
+    runner._sample = sample
+    with Hooks(while_it_goes_on) as hooks:
+        hook_runner(hooks, runner, recording)
+        runner._sample("logits")
+    assert (begun, told) == (True, [])

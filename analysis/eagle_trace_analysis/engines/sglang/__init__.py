@@ -35,6 +35,7 @@ from eagle_trace_analysis.engines.sglang.engine import (
     num_aux_hidden_states,
     parameters,
     rope_settings,
+    rotation_fault,
     skips_fc,
     uses_aux_hidden_state,
     with_defaults,
@@ -58,6 +59,6 @@ __all__ = [
     "default_inputs", "destinations", "entering_norm", "fc_norm", "fed_width", "feeds_since", "flat_config", "gaps",
     "ids_that_capture", "ids_unread", "is_known_target", "last_input", "layer_ids", "layer_of", "loads_kind",
     "norm_before_fc", "num_aux_hidden_states", "other_class", "parameters", "positions", "quantisation_refused",
-    "read_quantisation", "refusals", "repaired", "rope_settings", "scheme_of", "serves_kind", "skips_fc",
-    "target_class", "target_refusals", "uses_aux_hidden_state", "why_it_cannot_serve", "with_defaults",
+    "read_quantisation", "refusals", "repaired", "rope_settings", "rotation_fault", "scheme_of", "serves_kind",
+    "skips_fc", "target_class", "target_refusals", "uses_aux_hidden_state", "why_it_cannot_serve", "with_defaults",
 ]  # fmt: skip

@@ -10,6 +10,7 @@ answer against the real loader, key by key.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib.resources import files
@@ -101,7 +102,7 @@ def positions(config: Mapping[str, Any]) -> int | None:
     factor = 1 if own or not is_number(rope.get("factor")) else rope["factor"]
     said = next((config[key] for key in (*LENGTHS, "max_position_embeddings") if config.get(key) is not None), None)
     counted = _count(said)
-    return None if counted is None else int(factor * counted)
+    return None if counted is None or not math.isfinite(factor * counted) else int(factor * counted)
 
 
 def repaired(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,6 +13,8 @@ from typing import Any
 
 from eagle_trace.families import EAGLE3
 from eagle_trace.recording import names as recorded
+from eagle_trace_analysis.engines import rotation
+from eagle_trace_analysis.engines.refusal import Refusal
 from eagle_trace_analysis.engines.sglang import accepts
 
 NAME, TITLE = "sglang", "SGLang"
@@ -104,6 +106,14 @@ def rope_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     if not config.get("rope_is_neox_style", True):
         rope["rope_is_neox_style"] = False
     return {key: value for key, value in rope.items() if value is not None}
+
+
+def rotation_fault(full: Mapping[str, Any]) -> Refusal | None:
+    """Why the rotary embedding of a config with defaults cannot be computed with; None if it can."""
+    rope, own = rope_settings(full), full.get("original_max_position_embeddings")
+    if own and rope["rope_type"] != "default":
+        rope["original_max_position_embeddings"] = own
+    return rotation.rotation_fault(rope, int(full["head_dim"]), int(full["max_position_embeddings"]))
 
 
 def eagle_config(config: Mapping[str, Any]) -> Mapping[str, Any]:

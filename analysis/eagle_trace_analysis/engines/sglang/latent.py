@@ -13,8 +13,9 @@ from typing import Any
 
 from eagle_trace.families import EAGLE3_MLA
 from eagle_trace.recording import names as recorded
+from eagle_trace_analysis.engines import rotation
 from eagle_trace_analysis.engines.base import Gap
-from eagle_trace_analysis.engines.refusal import Refusal, shown
+from eagle_trace_analysis.engines.refusal import Refusal, is_number, shown
 from eagle_trace_analysis.engines.sglang import accepts, schemes
 from eagle_trace_analysis.engines.sglang import engine as plain
 from eagle_trace_analysis.engines.sglang.accepts import config_class, positions, target_refusals
@@ -61,8 +62,8 @@ __all__ = [
     "default_inputs", "destinations", "entering_norm", "fc_norm", "fed_width", "feeds_since", "flat_config", "gaps",
     "ids_that_capture", "ids_unread", "is_known_target", "last_input", "layer_ids", "layer_of", "loads_kind",
     "norm_before_fc", "num_aux_hidden_states", "other_class", "parameters", "positions", "quantisation_refused",
-    "read_quantisation", "refusals", "repaired", "rope_settings", "scheme_of", "serves_kind", "skips_fc",
-    "target_class", "target_refusals", "uses_aux_hidden_state", "why_it_cannot_serve", "with_defaults",
+    "read_quantisation", "refusals", "repaired", "rope_settings", "rotation_fault", "scheme_of", "serves_kind",
+    "skips_fc", "target_class", "target_refusals", "uses_aux_hidden_state", "why_it_cannot_serve", "with_defaults",
 ]  # fmt: skip
 
 ARCHITECTURE = LATENT
@@ -94,6 +95,12 @@ def rope_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     if config.get("rope_interleave") is not None:
         rope["rope_interleave"] = bool(config["rope_interleave"])
     return rope
+
+
+def rotation_fault(full: Mapping[str, Any]) -> Refusal | None:
+    """Why the rotary embedding of a config with defaults cannot be computed with; None if it can."""
+    width, positions = int(full["qk_rope_head_dim"]), int(full["max_position_embeddings"])
+    return rotation.rotation_fault(rope_settings(full), width, positions, scores=True)
 
 
 def norm_before_fc(config: Mapping[str, Any]) -> bool:  # noqa: ARG001 (the engine's other class reads it)
@@ -164,9 +171,19 @@ def destinations(name: str, known: Collection[str]) -> tuple[str, ...]:
 
 def refusals(config: Mapping[str, Any]) -> list[Refusal]:
     """Everything in a flat config that the engine stops at."""
-    found = [_of_this_class(one) for one in accepts.refusals(config)]
+    found = [_of_this_class(one) for one in accepts.refusals(_without_unread(config))]
     keys = {one.key for one in found}
     return found + [one for one in _own_refusals(config) if one.key not in keys]
+
+
+def _without_unread(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config with 1 for what llama3's form divides by: this class takes it for its own yarn, and does not."""
+    read = dict(config)
+    for name in ("rope_scaling", "rope_parameters"):
+        if isinstance(rope := config.get(name), Mapping):
+            unread = {key: 1.0 for key in rope if key.endswith("_freq_factor") and is_number(rope[key])}
+            read[name] = {**rope, **unread}
+    return read
 
 
 def _of_this_class(refusal: Refusal) -> Refusal:

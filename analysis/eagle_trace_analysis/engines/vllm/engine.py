@@ -14,6 +14,7 @@ from typing import Any
 from eagle_trace.checkpoints import class_names
 from eagle_trace.recording import names as recorded
 from eagle_trace_analysis.engines.base import Engine, Gap
+from eagle_trace_analysis.engines.refusal import Refusal, shown
 from eagle_trace_analysis.engines.sglang import accepts
 from eagle_trace_analysis.engines.sglang import engine as shared
 from eagle_trace_analysis.engines.sglang.written import decoder_keys
@@ -44,6 +45,15 @@ canonical_name = shared.canonical_name
 computes_nothing = shared.computes_nothing
 uses_aux_hidden_state = shared.uses_aux_hidden_state
 norm_before_fc = shared.norm_before_fc
+
+
+def rotation_fault(full: Mapping[str, Any]) -> Refusal | None:
+    """Why the rotary embedding of a config with defaults cannot be computed with; None if it can."""
+    share = rope_settings(full)["partial_rotary_factor"]
+    if not 0 < share <= 1:
+        why = f"partial_rotary_factor is {shown(share)}: {TITLE} stops at what is not a share of a head"
+        return Refusal("partial_rotary_factor", why, "remove partial_rotary_factor, or set it as trained")
+    return shared.rotation_fault(full)
 
 
 def is_qwen3(config: Mapping[str, Any]) -> bool:

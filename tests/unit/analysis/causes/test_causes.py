@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from eagle_trace_analysis import causes
 from eagle_trace_analysis.causes import REGISTRY
 from eagle_trace_analysis.diagnosis.diagnose import diagnose
 from tests.support import planted_faults as plant
@@ -61,6 +62,8 @@ IDS = {
     "sliding-window",
     "kv-not-refreshed",
     "kv-cached-prefix",
+    "kv-cache-dtype",
+    "router-tipped",
     "tp-shard",
     "nonfinite",
     "batch-variance",
@@ -73,11 +76,22 @@ def test_every_cause_is_registered() -> None:
     assert set(REGISTRY) == IDS
 
 
+def test_a_cause_stands_in_the_file_of_its_name_or_of_the_words_that_its_family_begins_with() -> None:
+    held: dict[str, list[str]] = {}
+    for name, cause in REGISTRY.items():
+        held.setdefault(cause.check.__module__.rsplit(".", 1)[1], []).append(name.replace("-", "_"))
+    assert {file: names for file, names in held.items() if names != [file] and len(names) == 1} == {}
+    assert [file for file, names in held.items() if not all(f"{name}_".startswith(f"{file}_") for name in names)] == []
+    files = {path.stem for path in Path(causes.__file__).parent.glob("*.py")}
+    assert files - held.keys() == {"__init__", "base", "document"}
+
+
 def test_every_cause_that_can_be_confirmed_has_a_fault_here() -> None:
     assert {case.cause for case in CASES} | {
         "target-differs",
         "batch-variance",
         "position-offset",
+        "router-tipped",
         "weights-differ",
     } == IDS
 

@@ -15,8 +15,8 @@ from eagle_trace.capture import Rows
 from eagle_trace.manifest import Manifest
 from eagle_trace.writer import TraceWriter, prepare_output
 from eagle_trace_analysis import diff
+from eagle_trace_analysis.causes import chunk_end_token, tokens_fed_wrongly
 from eagle_trace_analysis.causes.base import Outcome
-from eagle_trace_analysis.causes.fed_tokens import check, check_chunks
 from eagle_trace_analysis.comparison.acceptance import accept_length, contradiction
 from eagle_trace_analysis.comparison.result import AcceptLength
 from eagle_trace_analysis.engines import SGLANG
@@ -75,10 +75,10 @@ def test_a_replay_runs_what_the_target_committed_whatever_the_draft_was_fed(tmp_
     assert task.chains == ((5, (21,)), (5, (21, 99)), (7, (77,)), (7, (77, 78)))
 
 
-def said(trace: Trace, check: Callable[[Context], Outcome] = check) -> Outcome:
+def said(trace: Trace, check: Callable[[Context], Outcome] = tokens_fed_wrongly.check) -> Outcome:
     """What a cause says when the one about chunks has looked before it."""
     context: Any = SimpleNamespace(serve=trace, engine=SGLANG)
-    context.confirms = lambda _: check_chunks(context).verdict == "confirmed"
+    context.confirms = lambda _: chunk_end_token.check(context).verdict == "confirmed"
     return check(context)
 
 
@@ -125,7 +125,7 @@ def test_a_chunk_that_ends_with_the_prompts_last_token_is_a_cause_of_its_own(
     tmp_path: Path, fed: dict[int, int], chunks: str, others: str
 ) -> None:
     trace = served(tmp_path / "s", fed)
-    assert (said(trace, check_chunks).verdict, said(trace).verdict) == (chunks, others)
+    assert (said(trace, chunk_end_token.check).verdict, said(trace).verdict) == (chunks, others)
 
 
 def test_drafts_below_a_chunk_are_not_those_of_the_first_round(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from eagle_trace_analysis.causes.tokens import check_differ
+from eagle_trace_analysis.causes.tokens_differ import check
 from eagle_trace_analysis.comparison.checks import check_prompts
 
 
@@ -30,6 +30,6 @@ def test_a_confirmed_difference_names_what_one_template_adds(named: bool, tmp_pa
     alignment: Any = SimpleNamespace(train=train, serve=serve, prompt_keys=["c1"])
     found = check_prompts(alignment)
     context: Any = SimpleNamespace(train=train, serve=serve, unequal_prompts=found, target_path=tmp_path)
-    outcome = check_differ(context)
+    outcome = check(context)
     assert "prompt 'c1' differs at token 0: 117 in training, 115 in serving" in outcome.evidence
     assert ('serving has "system: be brief\\n" and training has not: a system prompt' in outcome.evidence) is named

@@ -23,7 +23,24 @@ from tests.support.checkpoints import Tensors, write_checkpoint
 
 Draft = tuple[dict[str, Any], Tensors]
 
-ODD: list[Any] = [None, True, -1, 0, 1e308, float("nan"), 10**30, "", "yarn", [], [1], [2, 15, -1], [[1]], {}, {"a": 1}]
+ODD: list[Any] = [
+    None,
+    True,
+    -1,
+    0,
+    1e308,
+    float("nan"),
+    float("inf"),
+    10**30,
+    "",
+    "yarn",
+    [],
+    [1],
+    [2, 15, -1],
+    [[1]],
+    {},
+    {"a": 1},
+]
 SHAPES: dict[str, Callable[[Any], Any]] = {
     "scalar": lambda one: np.array(1, one.dtype),
     "no rows": lambda one: one[:0],

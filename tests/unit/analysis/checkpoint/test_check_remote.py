@@ -21,7 +21,7 @@ from eagle_trace_analysis.checkpoint.check import check
 from eagle_trace_analysis.checkpoint.finding import Status
 from tests.support import checkpoints as make
 from tests.support.check_cases import named, troubles
-from tests.support.local_hub import NAME, Hub, elapsed, local_hub
+from tests.support.local_hub import NAME, NONSENSE, Hub, elapsed, local_hub
 from tests.support.published_heads import eagle, flat, tensors
 
 httpx = pytest.importorskip("httpx")
@@ -112,8 +112,10 @@ FAULTS = {
     "429": "answers with status 429: try again later",
     "500": "answers with status 500: try again later",
     "loop": "redirects without end",
-    "nonsense": "cannot list hf://owner/draft",
-    "half a list": "cannot list hf://owner/draft",
+    **dict.fromkeys(
+        (f"{asked}: {body}" for asked in ("repository", "files") for body in NONSENSE),
+        "cannot list hf://owner/draft: the hub's answer is not a list of files$",
+    ),
     "no sizes": "lists a file of 'many' bytes",
     "null": "lists a file of None bytes",
     "negative": "lists a file of -1 bytes",

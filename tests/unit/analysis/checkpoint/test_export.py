@@ -1,6 +1,7 @@
 """A speculators checkpoint as SGLang loads it: conventions translated, and what cannot be computed refused."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -78,6 +79,45 @@ def test_what_sglang_cannot_compute_is_refused_unless_forced(
     assert not (tmp_path / "out").exists()
     (warning,) = export(draft, tmp_path / "out", force=True)
     assert reason in warning
+
+
+def test_force_replaces_an_exported_draft_and_nothing_else(tmp_path: Path) -> None:
+    out, other = tmp_path / "out", tmp_path / "other"
+    export(DRAFT, out, target=TARGET)
+    whole = {file.name: file.read_bytes() for file in out.iterdir()}
+    (out / "left-over.safetensors").write_bytes(b"of an older draft")
+    with pytest.raises(OutputExistsError, match="or --force to replace it"):
+        export(DRAFT, out, target=TARGET)
+    export(DRAFT, out, target=TARGET, force=True)
+    assert {file.name: file.read_bytes() for file in out.iterdir()} == whole
+
+    target = tmp_path / "target"
+    shutil.copytree(DRAFT, other)
+    shutil.copytree(TARGET, target)
+    link = tmp_path / "link"
+    link.symlink_to(out)
+    (tmp_path / "file").write_text("mine")
+    shutil.copytree(out, tmp_path / "noted")
+    (tmp_path / "noted" / "notes.md").write_text("mine")
+    for taken, why in (
+        (other, "is what is exported"),
+        (link, "is a link to"),
+        (target, "is what is exported"),
+        (tmp_path / "file", "more than an exported draft"),
+        (tmp_path / "noted", "more than an exported draft"),
+    ):
+        before = taken.read_bytes() if taken.is_file() else sorted(file.name for file in taken.iterdir())
+        with pytest.raises(OutputExistsError, match=why):
+            export(other, taken, target=target, force=True)
+        assert before == (taken.read_bytes() if taken.is_file() else sorted(file.name for file in taken.iterdir()))
+
+
+def test_a_draft_that_cannot_be_exported_takes_nothing_away(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    export(DRAFT, out, target=TARGET)
+    with pytest.raises(CheckpointError):
+        export(changed(tmp_path, eagle_aux_hidden_state_layer_ids=[4, 2, 5]), out, target=TARGET, force=True)
+    assert (out / "config.json").is_file()
 
 
 def test_a_target_that_reads_layer_ids_in_its_own_way_gets_the_list_it_needs(tmp_path: Path) -> None:

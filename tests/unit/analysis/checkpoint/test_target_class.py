@@ -11,6 +11,7 @@ from eagle_trace.errors import CheckpointError, HostError
 from eagle_trace_analysis.checkpoint.check import check
 from eagle_trace_analysis.checkpoint.finding import Status
 from eagle_trace_analysis.engines.sglang.target_classes import NO_CAPTURE, NO_EMBEDDING, SERVES, SINCE
+from eagle_trace_serving.releases import Releases
 from eagle_trace_sglang import targets
 from tests.support import checkpoints as make
 from tests.support.check_cases import Folders, flat_config, named, only, write_healthy
@@ -108,7 +109,7 @@ def release(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (folder / "models").mkdir(parents=True)
     for name, text in SOURCES.items():
         (folder / "models" / f"{name}.py").write_text(text)
-    monkeypatch.setattr(targets, "installed", lambda: ("0.5.99", folder))
+    monkeypatch.setattr(Releases, "installed", lambda _releases: ("0.5.99", folder))
     monkeypatch.delenv("SGLANG_EXTERNAL_MODEL_PACKAGE", raising=False)
     return folder
 

@@ -24,7 +24,8 @@ from typer.testing import CliRunner
 from eagle_trace import open_trace
 from eagle_trace.cli.main import app
 from eagle_trace.errors import SchedulerError, TraceDamagedError, UsageError
-from eagle_trace.sitedata import PartFile, RowGroup
+from eagle_trace.partfile import PartFile
+from eagle_trace.sitedata import RowGroup
 from eagle_trace.store import open_store
 from eagle_trace_analysis import align, diff
 from eagle_trace_analysis.comparison import compare

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from html import unescape
 from pathlib import Path
 from typing import Any
 
@@ -143,9 +144,18 @@ def test_the_page_of_two_servers_speaks_of_them_alone(write: Any) -> None:
     page = render_html(diagnosed(diff(one, two), one, two), train=one, serve=two)
     body = page[page.index("<body") :]
     assert "A and B part at <code>embed</code>" in body
-    assert "<th class='train'>A</th><th class='serve'>B</th>" in body
+    assert '<th class="train">A</th><th class="serve">B</th>' in body
     for words in ("in training", "in serving", "in train", "in serve", "training would", "Training and serving"):
         assert words not in body
+
+
+@pytest.mark.parametrize("name", [r"host\1", r"\g<0>", "<B>", "<img src=x onerror=y>", "train 1", "serving", "a & b"])
+def test_a_name_from_a_manifest_is_put_where_it_belongs_as_it_is(name: str) -> None:
+    roles = Roles(name, "other", ("serve", "serve"))
+    said = roles.say("Training and serving differ, in training and in serving")
+    assert said == f"{name} and other differ, in {name} and in other"
+    assert unescape(roles.say_html("<p>in training, in serving</p>")) == f"<p>in {name}, in other</p>"
+    assert roles.say_html("<p>in training</p>").count("<") == 2
 
 
 def facts(side: str, host: str, version: str) -> dict[str, Any]:

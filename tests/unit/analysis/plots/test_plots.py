@@ -17,7 +17,8 @@ from eagle_trace.reader import open_trace
 from eagle_trace_analysis import Diff, diff, plots
 from eagle_trace_analysis.comparison.rowwise import RowFigures
 from eagle_trace_analysis.plots import style
-from eagle_trace_analysis.plots.health import compare_params, degenerate
+from eagle_trace_analysis.plots.features import degenerate
+from eagle_trace_analysis.plots.weights import compare_params
 from tests.support.synthetic import ROUND, Side, make_prompts, nan, only, value_sites, write_trace
 
 GOLDEN = Path(__file__).parents[3] / "golden"

@@ -9,9 +9,8 @@ import pytest
 
 from eagle_trace.reader import Trace, open_trace
 from eagle_trace_analysis import Diff, diff
-from eagle_trace_analysis.causes.norms import fit_eps
-from eagle_trace_analysis.causes.qkv import match_channels
-from eagle_trace_analysis.causes.rope import fit_theta
+from eagle_trace_analysis.causes.norm_eps import fit_eps
+from eagle_trace_analysis.causes.rope_theta import fit_theta
 from eagle_trace_analysis.checkpoint.files import open_checkpoint
 from eagle_trace_analysis.diagnosis.diagnose import diagnosed
 from eagle_trace_analysis.evidence.context import Context
@@ -20,6 +19,7 @@ from eagle_trace_analysis.replay.form import Form, Rope, form_of
 from eagle_trace_analysis.replay.recorded import CHAINS, ROOTS, Recorded, choose
 from eagle_trace_analysis.replay.replay import Replay
 from eagle_trace_analysis.replay.weights import sampled, weights_of
+from eagle_trace_analysis.tensors.places import match_channels
 from tests.support.pairs import DRAFT
 from tests.support.planted import Planted, run
 from tests.support.planted_faults import faults

@@ -5,25 +5,48 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields, is_dataclass, replace
+from functools import cache
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from eagle_trace.cli.main import app
+from eagle_trace.extras import way_to
+from eagle_trace.printable import printable
 from eagle_trace.reader import open_trace
 from eagle_trace_analysis import Diff, diff
+from eagle_trace_analysis.comparison.result import Failure, Gate, Note
 from eagle_trace_analysis.diagnosis.diagnose import diagnosed
-from eagle_trace_analysis.report.html import render_html
-from eagle_trace_analysis.report.sections import e, lead
+from eagle_trace_analysis.report.causes import CauseView
+from eagle_trace_analysis.report.fill import fill
+from eagle_trace_analysis.report.html import render_body, render_html
+from eagle_trace_analysis.report.notebook import diagnosis_html, diff_html
+from eagle_trace_analysis.report.sections import lead
 from tests.support.endings import ending_of
 from tests.support.hostile import SCRIPT, hostile_pair
 from tests.support.synthetic import Side, make_prompts, write_trace
 
 ROOT = Path(__file__).parents[4]
 GOLDEN = ROOT / "tests" / "golden"
+#: fields whose words the code chooses among and acts upon, and what is computed from the traces again
+WORDS_OF_THE_CODE = frozenset({
+    "kind", "verdict", "figures", "side", "statistic", "replay", "skipped_train", "skipped_serve",
+})  # fmt: skip
+#: keys of mappings that a report asks for
+FACTS = frozenset({
+    "train", "serve", "path", "host", "side", "packages", "created", "shape", "dtype", "norm", "absmax", "mean",
+    "nonfinite", "element", "element_value", "token", "position", "draft_id", "target_id", "logit", "digest", "scale",
+    "coherent", "rho_median", "rho_max", "prompt_key", "prompt_id", "text",
+})  # fmt: skip
+#: characters that markup, templates, patterns and terminals are made of
+MARKUP = "<>&\"'`=/\\{}%#$ \t\nabg1\x00\x1b\x9b\u202e\u200b\ue000\ue001\ud83d"
 
 
 class Elements(HTMLParser):
@@ -78,7 +101,7 @@ def figures(page: str) -> dict[str, Any]:
 
 
 def test_the_verdict_comes_first_and_everything_else_behind_it(broken: str) -> None:
-    order = ["<h1>", "single-layer-features", 'id="first"', "id='causes'", "id='plots'", 'id="all"', 'id="made"']
+    order = ["<h1>", "single-layer-features", 'id="first"', 'id="causes"', 'id="plots"', 'id="all"', 'id="made"']
     places = [broken.index(words) for words in order]
     assert places == sorted(places)
     text = Elements(broken).text
@@ -96,7 +119,7 @@ def test_causes_are_shown_with_their_fix_and_suspects_as_ruled_out(broken: str) 
 def test_a_diff_without_a_diagnosis_has_a_report_too() -> None:
     page = render_html(diff(open_trace(GOLDEN / "train.trace"), open_trace(GOLDEN / "healthy.trace")))
     assert "Training and serving agree" in Elements(page).text
-    assert "id='causes'" not in page
+    assert 'id="causes"' not in page
     assert 'id="first"' not in page
 
 
@@ -153,8 +176,98 @@ def test_embedded_json_cannot_end_its_script(hostile: str) -> None:
         json.loads(block)
 
 
-def test_e_shows_what_steers_a_terminal_or_turns_text() -> None:
-    assert e("a\x1b[2J<b>\u202e'\"") == "a\\u001b[2J&lt;b&gt;\\u202e&#x27;&quot;"
+def strings(one: Any) -> Iterator[str]:
+    """Every string that a report may show of a result: sentences, names, paths, keys of mappings."""
+    if isinstance(one, str):
+        yield one
+    elif isinstance(one, Mapping):
+        yield from strings(tuple(one))
+        yield from strings(tuple(one.values()))
+    elif isinstance(one, list | tuple):
+        for each in one:
+            yield from strings(each)
+    elif is_dataclass(one):
+        for field in fields(one):
+            if field.name not in WORDS_OF_THE_CODE:
+                yield from strings(getattr(one, field.name))
+
+
+def with_strings(one: Any, change: Callable[[str], str]) -> Any:
+    """The same result with every one of its `strings` changed."""
+    if isinstance(one, str):
+        return change(one)
+    if isinstance(one, Mapping):
+        # facts that the report asks for by name keep their name
+        return {name if name in FACTS else change(name): with_strings(each, change) for name, each in one.items()}
+    if isinstance(one, list | tuple):
+        return type(one)(with_strings(each, change) for each in one)
+    if is_dataclass(one) and not isinstance(one, type):
+        changed = {
+            field.name: with_strings(getattr(one, field.name), change)
+            for field in fields(one)
+            if field.init and field.name not in WORDS_OF_THE_CODE
+        }
+        return replace(one, **changed)
+    return one
+
+
+def shape_of(page: str) -> list[tuple[str, list[str]]]:
+    return [(tag, sorted(names)) for tag, names in Elements(page).found]
+
+
+@cache
+def results() -> list[Diff]:
+    """A diff with causes, a gate that fails and notes of every kind; one of two servers; one that cannot be judged."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(ROOT)
+        one = golden("broken")
+        sides = [open_trace(GOLDEN / f"{name}.trace") for name in ("healthy", "broken")]
+        two = diagnosed(diff(*sides), *sides)
+    failed = Gate((Failure("diverges-now", "it diverges", "fused", 0),), baseline="a trace")
+    notes = (Note("a note", "what to know"),)
+    shown = replace(one, gate=failed, benign=notes, notes=(*one.notes, *notes))
+    return [shown, replace(two, gate=Gate(unknown="no rounds")), replace(one, incomparable="no prompt in common")]
+
+
+def shown(result: Diff) -> list[str]:
+    """All that is HTML of a result, without its plots."""
+    assert result.diagnosis is not None
+    return [render_body(result), diff_html(result), diagnosis_html(result.diagnosis)]
+
+
+@cache
+def plain_shapes() -> list[list[Any]]:
+    return [[shape_of(page) for page in shown(with_strings(one, lambda text: f"{text}."))] for one in results()]
+
+
+@given(words=st.text(st.sampled_from(MARKUP), max_size=12))
+@example(words=SCRIPT)
+@example(words="' onmouseover='x")
+@example(words='" onmouseover="x')
+@example(words="{{ 7 * 7 }}{% include 'report.html' %}")
+@example(words="<!--")
+@example(words=r"\1\g<0>")
+@settings(max_examples=8, deadline=None)
+def test_no_string_of_a_result_becomes_markup(words: str) -> None:
+    for result, shapes in zip(results(), plain_shapes(), strict=True):
+        pages = shown(with_strings(result, lambda text: f"{text}.{words}"))
+        assert [shape_of(page) for page in pages] == shapes
+        assert all(printable(page, keep="\n\t") == page for page in pages)
+
+
+def test_every_string_of_a_result_that_is_shown_is_shown_as_it_is() -> None:
+    mark = "<b>&amp;{{1}}"
+    marked = with_strings(results()[0], lambda text: f"{text}{mark}")
+    assert Elements(render_body(marked)).text.count(mark) > 100
+    text = " ".join(Elements(render_body(marked)).text.split())
+    for facts in marked.traces.values():
+        for one in strings([facts[name] for name in ("path", "host", "created")]):
+            assert " ".join(one.split()) in text
+
+
+def test_what_is_filled_in_is_escaped_and_every_character_of_it_is_seen() -> None:
+    shown = fill("causes_cell.html", causes=[CauseView("a\x1b[2J<b>\u202e'\"", "confirmed", ())])
+    assert "a\\u001b[2J&lt;b&gt;\\u202e&#39;&#34;" in shown
 
 
 def test_a_trace_that_is_gone_costs_only_the_plots_that_read_it(tmp_path: Path) -> None:
@@ -210,7 +323,7 @@ def test_without_plotly_one_sentence_says_what_to_install(tmp_path: Path, monkey
     monkeypatch.setitem(sys.modules, "plotly", None)
     done = run("--out", str(tmp_path / "report.html"))
     assert done.exit_code == 2
-    assert "pip install 'eagle-trace[notebook]'" in done.output
+    assert way_to("notebook") in done.output
     assert not (tmp_path / "report.html").exists()
 
 

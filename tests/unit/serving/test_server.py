@@ -1,0 +1,87 @@
+"""A server that `record` starts: what is refused before anything of it runs."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from eagle_trace.demo import prompts_file
+from eagle_trace.errors import HostError
+from eagle_trace.manifest import Manifest
+from eagle_trace.store import open_store
+from eagle_trace_serving import process, server
+from eagle_trace_serving.answers import Ended
+from eagle_trace_sglang.host import HOST as SGLANG
+from eagle_trace_vllm.host import HOST as VLLM
+from tests.support import checkpoints as make
+
+
+@pytest.mark.parametrize("host", [SGLANG, VLLM], ids=lambda host: host.name)
+def test_a_gpu_that_is_not_there_is_refused_before_anything_starts(
+    host: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "has_cuda", lambda: False)
+    weights, out = {"x": np.ones(1, np.float32)}, tmp_path / "gpu.trace"
+    target = make.write_checkpoint(tmp_path / "target", make.decoder_config(2), weights)
+    draft = make.write_checkpoint(
+        tmp_path / "draft", make.decoder_config(1) | {"architectures": ["LlamaForCausalLMEagle3"]}, weights
+    )
+    said: list[str] = []
+    with pytest.raises(HostError, match="there is no CUDA device here") as caught:
+        host.record(
+            target=target, draft=draft, prompts=prompts_file(), out=out, device="cuda", progress=said.append
+        )  # fmt: skip
+    assert "\n" not in str(caught.value)
+    assert (said, out.exists(), caught.value.exit_status) == ([], False, 2)
+
+
+@pytest.mark.parametrize(("there", "device"), [(True, "cuda"), (False, "cpu")])
+def test_auto_takes_a_gpu_where_there_is_one(there: bool, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "has_cuda", lambda: there)
+    assert server.resolve_device("auto") == device
+
+
+def test_of_a_wrong_argument_the_error_is_quoted_and_not_the_usage() -> None:
+    before = ["INFO: starting", "usage: launch [-h] [--model-path PATH]", "              [--port PORT]", ""]
+    error = "launch: error: unrecognized arguments: --porrt 1"
+    assert process._without_usage([*before, error]) == ["INFO: starting", error]
+    # what only looks like it stays
+    for lines in (before, [*before, "Traceback", error], ["no usage", error], []):
+        assert process._without_usage(lines) == lines
+
+
+def gone(*_: Any) -> Any:
+    raise HostError("the server does not answer")
+
+
+def hangs(*_: Any) -> Any:
+    threading.Event().wait()
+
+
+@pytest.mark.parametrize(
+    ("finish", "kept", "left"),
+    [
+        (lambda *_: SimpleNamespace(last=Ended("sealed", rows=3)), True, ["manifest.json"]),
+        (lambda *_: SimpleNamespace(last=Ended("sealed")), False, []),
+        (lambda *_: SimpleNamespace(last=Ended("failed", rows=3)), False, ["manifest.json"]),
+        (gone, False, ["manifest.json"]),
+        (hangs, False, ["manifest.json"]),
+    ],
+)
+def test_an_interruption_waits_for_the_seal_and_neither_for_a_server_that_is_gone_nor_for_one_that_hangs(
+    finish: Any, kept: bool, left: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "KEEP_SECONDS", 0.1)
+    out, interrupt = tmp_path / "out", KeyboardInterrupt()
+    out.mkdir()
+    Manifest("serve", "values", "sglang").write(open_store(out), "manifest.json")
+    asked = server.Server.__new__(server.Server)
+    asked._remote = SimpleNamespace(finish=finish)  # type: ignore[assignment]
+    asked._keep(out, interrupt)
+    assert getattr(interrupt, "__notes__", []) == [f"what was recorded up to here is sealed in {out}"] * kept
+    assert [path.name for path in out.iterdir()] == left
