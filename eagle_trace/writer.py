@@ -31,7 +31,7 @@ QUEUE_BYTES = 256 << 20
 #: how old what is not on disk yet may get
 FLUSH_SECONDS = 5.0
 #: how long what is taken waits for more, so that the writer's thread and the host's rarely take turns
-LINGER_SECONDS = 1.0
+LINGER_SECONDS = 3.0
 #: a call that was handed over in part is waited for: until the host has been silent for so long, or has not been
 #: silent for so long
 _QUIET_SECONDS, _CALL_SECONDS = 0.25, 2.0

@@ -18,11 +18,13 @@ def chosen(host: Any, draft: Path, *, named: bool) -> str:
     """
     if named:
         why = f"--host {host.name} says so"
+    elif host.stands_in:
+        why = host.form
     elif host.takes(draft):
-        why = f"{host.form}; --host takes another"
+        why = f"{host.form} (--host takes another)"
     else:
         why = "no other trainer is installed here"
-    return f"the forward is that of {host.title}: {why}{_of_another(host, draft)}"
+    return f"the forward is that of {host.title}, since {why}{_of_another(host, draft)}"
 
 
 def _of_another(host: Any, draft: Path) -> str:
@@ -34,7 +36,9 @@ def _of_another(host: Any, draft: Path) -> str:
     except CheckpointError:
         return ""  # loading it says what is wrong
     if origin is None:
-        return "; nothing in the folder says for sure who trained it" if host.name != "speculators" else ""
+        return "" if host.stands_in else "; nothing in the folder says who trained it"
     if host.name == origin.trainer.NAME:
         return ""
-    return f"; the folder was {origin.words}: what {origin.trainer.TITLE} computes otherwise is not seen"
+    title, seems = origin.trainer.TITLE, "" if origin.sure else ", it seems"
+    by = f"; the folder was written by {title}{seems} ({', '.join(origin.why)})"
+    return f"{by}, and what {title} computes otherwise is not seen"

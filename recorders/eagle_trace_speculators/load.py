@@ -21,13 +21,13 @@ from eagle_trace.errors import CheckpointError
 from eagle_trace_training.config import check_config, check_map, refuse_first
 from eagle_trace_training.host import LoadedDraft
 from eagle_trace_training.numerics import DTYPES, quiet
-from eagle_trace_training.published import EMBEDDING, HEAD, from_target
+from eagle_trace_training.published import EMBEDDING, HEAD, MAPS, from_target
 from eagle_trace_training.weights import (
     PLAIN,
     draft_tensors,
     first_line,
     loading,
-    stored_dtypes,
+    stored_forms,
     stored_tensor,
     target_config,
     weight_files,
@@ -75,7 +75,7 @@ def read_draft_config(draft: Path) -> Eagle3SpeculatorConfig:
         raise CheckpointError(f"{draft} is a {kind} draft: only eagle3 can be recorded")
     layer = data.get("transformer_layer_config")
     check_config(draft, data | (layer if isinstance(layer, dict) else {}))
-    with loading(f"speculators refuses the config of {draft}"):
+    with quiet(), loading(f"speculators refuses the config of {draft}"):
         config = Eagle3SpeculatorConfig.from_pretrained(draft)
     if not weight_files(draft):
         raise CheckpointError(f"{draft} holds no *.safetensors: the draft's weights are missing")
@@ -121,9 +121,9 @@ def load_draft(draft: Path, target: Path | None, dtype: str, device: str) -> Loa
 
 
 def _stored(draft: Path, config: Any) -> set[str]:
-    """Names of a draft's tensors; raises CheckpointError for those that its class would convert without a word."""
-    dtypes = stored_dtypes(draft)
-    quantised = [name for name, dtype in dtypes.items() if dtype not in PLAIN and name not in ("d2t", "t2d")]
+    """Names of a draft's tensors; raises CheckpointError for what its class cannot take, or would convert silently."""
+    forms = stored_forms(draft)
+    quantised = [name for name, (dtype, _) in forms.items() if dtype not in PLAIN and name not in MAPS]
     refuse_first(
         draft,
         [(quantised, f"holds quantised tensors ({', '.join(quantised[:2])}, ...)")],
@@ -131,7 +131,14 @@ def _stored(draft: Path, config: Any) -> set[str]:
     )
     vocabulary = config.transformer_layer_config.vocab_size
     check_map(draft, stored_tensor(draft, "d2t"), config.draft_vocab_size or vocabulary, vocabulary)
-    return set(dtypes)
+    # by its config alone: transformers only logs which tensor does not fit
+    with quiet(), torch.device("meta"), loading(f"speculators cannot load {draft}"):
+        made = _StandaloneDraft(config).state_dict()
+    for name in sorted(made.keys() & forms.keys()):
+        shape, built = forms[name][1], list(made[name].shape)
+        if shape != built:
+            raise CheckpointError(f"{name} in {draft} is {shape}, its config makes {built}")
+    return set(forms)
 
 
 def loaded(model: Any, layer_ids: list[int] | None) -> LoadedDraft:

@@ -38,13 +38,15 @@ def weights(file: Path) -> Iterator[Any]:
         raise CheckpointError(f"{file} is damaged ({first_line(error)}): copy or save the checkpoint again") from error
 
 
-def stored_dtypes(folder: Path) -> dict[str, str]:
-    """On-disk names of the dtypes of the tensors in a checkpoint folder, by their names; none is read."""
-    found: dict[str, str] = {}
+def stored_forms(folder: Path) -> dict[str, tuple[str, list[int]]]:
+    """Dtype (on-disk name) and shape of the tensors in a checkpoint folder, by their names; none is read."""
+    found: dict[str, tuple[str, list[int]]] = {}
     for file in weight_files(folder):
         with weights(file) as tensors:
-            codes = {name: tensors.get_slice(name).get_dtype() for name in tensors.keys()}  # noqa: SIM118 (no mapping)
-            found |= {name: DTYPES.get(code, code.lower()) for name, code in codes.items()}
+            for name in tensors.keys():  # noqa: SIM118 (no mapping)
+                held = tensors.get_slice(name)
+                code = held.get_dtype()
+                found[name] = (DTYPES.get(code, code.lower()), held.get_shape())
     return found
 
 
@@ -63,7 +65,7 @@ def stored_dtype(folder: Path) -> str:
     Raises:
         CheckpointError: no draft is served in that.
     """
-    found = stored_dtypes(folder).get("fc.weight", "float32")
+    found, _ = stored_forms(folder).get("fc.weight", ("float32", []))
     if found == "float64":
         raise CheckpointError(
             f"{folder} is stored in float64, in which no draft is served: say with --dtype what it is served in"
@@ -133,7 +135,8 @@ def loading(what: str) -> Iterator[None]:
 def first_line(error: BaseException) -> str:
     """What a library says went wrong, in one line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return " ".join(lines[:3]) or type(error).__name__
+    said = " ".join(lines[:3])
+    return f"it knows no {said}" if isinstance(error, KeyError) else said or type(error).__name__
 
 
 def target_tensor(target: Path, name: str) -> Any:

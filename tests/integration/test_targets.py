@@ -20,6 +20,7 @@ import pytest
 from eagle_trace import Trace, open_trace
 from eagle_trace.errors import CheckpointError
 from eagle_trace_serving import process
+from eagle_trace_training.routing import Routing
 from eagle_trace_training.target_model import decoder_of, load_target
 from tests.support import faults, never_captures
 from tests.support.attached import server
@@ -39,6 +40,11 @@ ROOT = Path(__file__).parents[2]
 HERE = ("deepseek_v3", "kimi_k25", "qwen3_moe", "gpt_oss", "gemma3", "qwen3_vl")
 #: families of which SGLang 0.5.23 feeds the last MLP's output alone, without the stream it is added to
 WITHOUT_RESIDUAL = ("gemma3",)
+#: layers with experts
+WITH_EXPERTS = {
+    "deepseek_v3": [1, 2, 3, 4, 5], "kimi_k25": [1, 2, 3, 4, 5], "qwen3_moe": [0, 1, 2, 3, 4, 5],
+    "gpt_oss": [0, 1, 2, 3, 4, 5], "glm4_moe": [1, 2, 3, 4, 5], "llama4": [1, 3, 5], "minimax_m2": [0, 1, 2, 3, 4, 5],
+}  # fmt: skip
 #: modules of SGLang's that need kernels nobody has on a CPU: it serves none of their models there
 UNIMPORTED = {"sglang.srt.models.falcon_mamba", "sglang.srt.models.mamba"}
 
@@ -138,8 +144,14 @@ def test_the_target_of_every_family_runs_in_the_dtype_of_the_rounding_floor(name
     model = load_target(folder, torch.float64)
     decoder = decoder_of(model.eval(), folder)
     assert len(decoder.layers) == LAYERS
-    with torch.no_grad():
+    routing = Routing(decoder, LAYERS, "float32")
+    with torch.no_grad(), routing.watching():
         hidden = decoder(input_ids=torch.arange(16, 25)[None], use_cache=False)[0]
+        routing.keep(0)
+        decoder(input_ids=torch.arange(16, 25)[None], use_cache=False)
+        routing.measure(0)
+    # each layer's choice of experts is found, however its class scores them
+    assert (routing.layers, routing.unread) == (WITH_EXPERTS.get(name, []), [])
     assert (hidden.dtype, tuple(hidden.shape)) == (torch.float64, (1, 9, HIDDEN))
     assert bool(hidden.isfinite().all())
     assert model.config._attn_implementation == ("eager" if name == "gpt_oss" else "sdpa")

@@ -98,7 +98,7 @@ class Side:
         noise_seed: None, or the seed of one extra random rounding at every site (another implementation).
         single_layer: feed one target layer and skip fc (the server of the story).
         d2t: used instead of the draft's own.
-        settings, not_materialised: of the manifest.
+        settings, draft, not_materialised: of the manifest.
         without: sites that are not recorded.
         repeat: record the rows of step 0 of this prompt twice.
     """
@@ -112,6 +112,7 @@ class Side:
     single_layer: bool = False
     d2t: Any = None
     settings: dict[str, Any] = field(default_factory=dict)
+    draft: dict[str, Any] = field(default_factory=dict)
     not_materialised: list[dict[str, str]] | None = None
     without: tuple[str, ...] = ()
     repeat: int | None = None
@@ -260,12 +261,13 @@ def write_trace(
     features: Callable[[Prompt], F64] = default_features,
     floors: Sequence[dict[str, Any]] = (),
     rounds: Sequence[dict[str, Any]] = (),
+    routing: Sequence[dict[str, Any]] = (),
 ) -> Trace:
     """Run one side over `prompts` and write its trace."""
     prepare_output(path)
     # a test's trace need not survive a power cut, and waiting for the disk is most of the time it takes
     with mock.patch("os.fsync"):
-        return _write(path, side, prompts, draft or Draft(), features, floors, rounds)
+        return _write(path, side, prompts, draft or Draft(), features, floors, rounds, routing)
 
 
 def _write(
@@ -276,6 +278,7 @@ def _write(
     features: Callable[[Prompt], F64],
     floors: Sequence[dict[str, Any]],
     rounds: Sequence[dict[str, Any]],
+    routing: Sequence[dict[str, Any]],
 ) -> Trace:
     excused = side.not_materialised
     if excused is None:
@@ -288,6 +291,7 @@ def _write(
         side.side,  # type: ignore[arg-type]
         side.level,
         "synthetic",
+        draft=side.draft,
         dtype=side.dtype,
         device="cpu",
         settings=settings | side.settings,
@@ -313,6 +317,8 @@ def _write(
         writer.put_record("floors", record)
     for record in rounds:
         writer.put_record("rounds", record)
+    for record in routing:
+        writer.put_record("routing", record)
     return open_trace(writer.seal())
 
 

@@ -248,11 +248,11 @@ def _explained(margins: Margins, features: Sequence[_Feature], site: str) -> Tip
                 behind.add(row)
             elif error > one.allowed:
                 narrow = margins.narrowest(row, one.layer)
-                margin = f"{narrow[1]:.0f} times (layer {narrow[0]})" if narrow else "far more than"
-                why = (
-                    f"root {row[1]} of prompt {row[0]} differs at {one.site} by {error:.2g}, and no router below had "
-                    f"two scores nearer than {margin} what rounding does"
-                )
+                margin = "no router below had two scores that are near to each other"
+                if narrow is not None:
+                    margin = f"the nearest scores of a router below are {narrow[1]:.1f} times as far apart as rounding "
+                    margin += f"moves them (layer {narrow[0]})"
+                why = f"root {row[1]} of prompt {row[0]} differs at {one.site} by {error:.2g}, and {margin}"
                 return Tipped("other", site, tipped, frozenset(behind), len(rows), why=why)
     expected = margins.expected(rows, last)
     found = Tipped("excused", site, tipped, frozenset(behind - set(tipped)), len(rows), expected)
