@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import numpy as np
-
 from eagle_trace_analysis.comparison.cached import kept
-from eagle_trace_analysis.comparison.metrics import relative_error
 from eagle_trace_analysis.replay.attention import View
 from eagle_trace_analysis.replay.recorded import Cache
 from eagle_trace_analysis.replay.replay import Measured, Node, Recomputed, Replay
@@ -49,9 +46,7 @@ def _reproduced_rows(replay: Replay) -> int:
     for site, step in _attention(replay):
         found = replay.recompute(site, step)
         if isinstance(found, Recomputed):
-            d, y = found.recorded - found.expected, found.expected
-            rho = relative_error(*(np.square(part).sum(axis=1).astype(np.float64) for part in (d, y)))
-            count += int((rho <= replay.allowed(site)["rho_max"]).sum())
+            count += int((found.row_errors <= replay.allowed(site)["rho_max"]).sum())
     return count
 
 
