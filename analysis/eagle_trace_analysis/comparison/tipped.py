@@ -192,22 +192,34 @@ def beside_tipped(
         The results, and what the margins say; None where features agree or no margins were measured.
     """
     margins = Margins.read(train)
-    wrong = [one for one in results.values() if one.site.startswith(_FEATURE) and one.divergence is not None]
-    if margins is None or not wrong or any(one.divergence.kind != "values" for one in wrong if one.divergence):
+    if margins is None:
         return results, None
-    if any(not isinstance(one.metrics, Metrics) or one.metrics.nonfinite_train + one.metrics.nonfinite_serve
-           for one in wrong):  # fmt: skip
-        return results, None
+    flow = _Flow(sites)
+    wrong = [one for node, one in results.items() if one.divergence is not None and flow.reaches(node, _FEATURE)]
+    given = [one for one in wrong if one.site.startswith(_FEATURE)]
     features = _features(margins, results, errors)
-    found = replace(_explained(margins, features, wrong[0].site), dtype=train.manifest.dtype)
+    if not features or not any(map(_by_values, wrong)) or not all(map(_by_values, given)):
+        return results, None
+    found = _explained(margins, features, (given or wrong)[0].site)
+    if not given and not found.tipped:
+        # rows that tip may be within a floor in which they tipped as well, while what is made of them is not
+        return results, None
+    found = replace(found, dtype=train.manifest.dtype)
     if found.verdict != "excused":
         return results, found
-    judged = _judged_anew(sites, results, found, lambda site: errors(site)[0], judge)
+    judged = _judged_anew(flow, results, found, lambda site: errors(site)[0], judge)
     left = next((one for one in judged.values() if one.site.startswith(_FEATURE) and one.divergence is not None), None)
     if left is not None and left.divergence is not None:
         why = f"without the {len(found.left_out)} rows that may have tipped, {left.site} still differs"
         return results, replace(found, verdict="other", why=f"{why} ({left.divergence.why})")
     return results | judged, found
+
+
+def _by_values(one: SiteResult) -> bool:
+    """Whether a site diverged by numbers that are all finite."""
+    if one.divergence is None or one.divergence.kind != "values" or not isinstance(one.metrics, Metrics):
+        return False
+    return not (one.metrics.nonfinite_train or one.metrics.nonfinite_serve)
 
 
 def _features(margins: Margins, results: Results, errors: Callable[[str], tuple[Pairs, Float64]]) -> list[_Feature]:
@@ -272,18 +284,14 @@ def _at_least(count: int, mean: float) -> float:
 
 
 def _judged_anew(
-    sites: Sequence[Site], results: Results, found: Tipped, pairs_of: Callable[[str], Pairs], judge: Judge
+    flow: _Flow, results: Results, found: Tipped, pairs_of: Callable[[str], Pairs], judge: Judge
 ) -> Results:
     """Every site that diverged and is computed from the features, without what follows from rows that tipped.
 
     What attention has touched follows from all rows before it, so there a tipped row takes those behind it along, if
     it is not enough to leave it out itself.
     """
-    flow = _Flow(sites)
-    open_ = {
-        node for node, one in results.items()
-        if one.divergence is not None and one.divergence.kind == "values" and flow.reaches(node, _FEATURE)
-    }  # fmt: skip
+    open_ = {node for node, one in results.items() if _by_values(one) and flow.reaches(node, _FEATURE)}
     first = {p: min(r for q, r in found.left_out if q == p) for p, _ in found.left_out}
     judged: Results = {}
     for behind in (False, True):
