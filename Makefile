@@ -9,6 +9,9 @@ STAMP  := $(VENV)/.installed-$(shell cksum pyproject.toml | cut -d' ' -f1)
 VLLM_VENV  := .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.installed-$(shell cksum pyproject.toml | cut -d' ' -f1)
 
+# tests start hundreds of processes: each would compile this project, and each worker rewrite the tests, again
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: help setup demo test lint unit integration vllm bench soak gpu clean
 .DEFAULT_GOAL := help
 
@@ -41,8 +44,9 @@ lint: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# a worker takes neighbours, which share what a file sets up, and later from those that are not through
 unit: $(STAMP)
-	$(BIN)/python -m pytest -m 'not integration and not vllm' -n auto
+	$(BIN)/python -m pytest tests/unit -n auto --dist worksteal
 
 # a start of a host is mostly waiting: two workers, the tests of a file in one of them, share their servers
 integration: $(STAMP)

@@ -74,8 +74,9 @@ class Rows:
     own_path: NDArray[np.bool_]
 
     def __post_init__(self) -> None:
-        lengths = {field.name: len(getattr(self, field.name)) for field in fields(self)}
-        if len(set(lengths.values())) > 1:
+        count = len(self.root)
+        if any(len(getattr(self, name)) != count for name in _COLUMNS):
+            lengths = {name: len(getattr(self, name)) for name in _COLUMNS}
             raise ValueError(f"columns of rows differ in length: {lengths}")
         if self.path.ndim != 2:
             raise ValueError(f"path must be [T, S], not {self.path.shape}")
@@ -120,7 +121,12 @@ class Rows:
 
     def take(self, index: NDArray[np.intp]) -> Rows:
         """The rows at `index`, in that order."""
-        return Rows(**{field.name: getattr(self, field.name)[index] for field in fields(self)})
+        return Rows(*(getattr(self, name)[index] for name in _COLUMNS))
+
+    def same(self, other: Rows) -> bool:
+        """Whether all columns are equal, row by row."""
+        pairs = ((getattr(self, name), getattr(other, name)) for name in _COLUMNS)
+        return self is other or all(one.dtype == two.dtype and np.array_equal(one, two) for one, two in pairs)
 
     def paths(self) -> list[tuple[int, ...]]:
         """`path` without its padding, one tuple a row."""
@@ -133,11 +139,12 @@ class Rows:
             return batches[0]
         width = max((batch.path.shape[1] for batch in batches), default=0)
         columns = {
-            field.name: np.concatenate([getattr(batch, field.name) for batch in batches])
-            for field in fields(Rows)
-            if field.name != "path"
+            name: np.concatenate([getattr(batch, name) for batch in batches]) for name in _COLUMNS if name != "path"
         }
         return Rows(path=np.concatenate([_widen(batch.path, width) for batch in batches]), **columns)
+
+
+_COLUMNS = tuple(field.name for field in fields(Rows))
 
 
 def _pad_paths(paths: Sequence[Sequence[int]]) -> Int32:

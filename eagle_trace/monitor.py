@@ -87,7 +87,11 @@ def _training(trainer: Any) -> Any:
     from eagle_trace.recording.hosts import known_hosts
 
     # whose program was not imported, its trainer it cannot be; and a forward of our own trains nothing
-    hosts = [host for host in known_hosts("trainer").values() if host.module in sys.modules and not host.stands_in]
+    hosts = [
+        host
+        for host in known_hosts("trainer").values()
+        if host.module in sys.modules and not getattr(host, "stands_in", False)
+    ]
     refused = []
     for host in hosts:
         try:

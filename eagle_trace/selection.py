@@ -101,9 +101,9 @@ class Selection:
         return {name: [*value] for name, value in asdict(self).items() if value}
 
     def to_text(self) -> dict[str, str]:
-        """Sites, roots and steps as `parse` takes them, those that leave something out."""
-        text = {"sites": ",".join(self.sites), "roots": _as_text(self.roots), "steps": _as_text(self.steps)}
-        return {name: value for name, value in text.items() if value}
+        """The fields as `parse` takes them, those that leave something out."""
+        text = {name: _as_text(getattr(self, name)) for name in ("roots", "steps", "prompts")}
+        return {name: value for name, value in ({"sites": ",".join(self.sites)} | text).items() if value}
 
 
 #: leaves nothing out

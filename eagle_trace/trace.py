@@ -55,6 +55,7 @@ class Trace:
         self.sealed = not missing
         self.missing = missing
         self._sites: dict[str, list[SiteData]] = {}
+        self._rows_of: dict[str, Rows] = {}
 
     def __repr__(self) -> str:
         state = "" if self.sealed else ", unsealed"
@@ -264,7 +265,19 @@ class Trace:
 
     def keys(self, site: str) -> Rows:
         """Keys of a site's rows, in the order of `values` (raises TraceError if the site changes its shape)."""
-        return read_keys(self._one(site))
+        self._one(site)
+        return self.rows_of(site)
+
+    def rows_of(self, site: str) -> Rows:
+        """Keys of a site's rows through all of its `site_data`, in that order; the site has rows.
+
+        They are read once, and kept once for all the sites that have the same rows: most have.
+        """
+        if site not in self._rows_of:
+            found = Rows.concatenate([read_keys(one) for one in self.site_data(site)])
+            kept = {id(one): one for one in self._rows_of.values()}.values()
+            self._rows_of[site] = next((one for one in kept if one.same(found)), found)
+        return self._rows_of[site]
 
     def statistics(self, site: str) -> Statistics:
         """Norm, absmax, mean and count of non-finite elements of each row of a site."""
@@ -293,7 +306,7 @@ class Trace:
     def frame(self, site: str) -> pd.DataFrame:
         """All rows of a site as a frame: keys, statistics, and `values` or `sketch` (a float32 array a row) as kept."""
         data = self._one(site)
-        keys, statistics = read_keys(data), read_statistics(data)
+        keys, statistics = self.keys(site), read_statistics(data)
         frame = pd.DataFrame(
             {name: getattr(keys, name) for name, _ in KEYS if name != "path"}
             | {name: getattr(statistics, name) for name, _ in STATISTICS}

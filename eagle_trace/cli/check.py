@@ -24,7 +24,7 @@ class CheckFormat(StrEnum):
 def check(
     draft: Annotated[
         str,
-        typer.Argument(help="Draft checkpoint, in speculators or SGLang format: a folder, or hf://owner/name."),
+        typer.Argument(help="Draft checkpoint as it was trained or as it is served: a folder, or hf://owner/name."),
     ],
     target: Annotated[
         str | None,
@@ -61,7 +61,8 @@ def check(
         ),
     ] = None,
     format: Annotated[
-        CheckFormat, typer.Option("--format", help="text, json for programs, junit or sarif for a build.")
+        CheckFormat,
+        typer.Option("--format", metavar="FORMAT", help="text, json for programs, junit or sarif for a build."),
     ] = CheckFormat.text,
 ) -> None:
     """Check a draft without running it. Exit status 0: nothing failed, 1: something did, 2: not checked."""

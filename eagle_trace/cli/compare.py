@@ -12,7 +12,16 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from eagle_trace.cli.check import CheckFormat, render_check_as
-from eagle_trace.cli.diff import Format, MaxDropOption, ToleranceOption, check_out, render_as, write_report
+from eagle_trace.cli.diff import (
+    JUDGE,
+    WRITE,
+    Format,
+    MaxDropOption,
+    ToleranceOption,
+    check_out,
+    render_as,
+    write_report,
+)
 from eagle_trace.cli.progress import Progress
 from eagle_trace.cli.record import ADMIN_KEY, API_KEY, Level
 from eagle_trace.errors import EagleTraceError, HostError, UsageError
@@ -25,14 +34,19 @@ if TYPE_CHECKING:
     from eagle_trace_analysis import Diff
     from eagle_trace_analysis.checkpoint.finding import CheckResult, Finding
 
+#: how ``--help`` groups the options
+WHAT, WHERE, ASK = "What to compare", "Where it is served", "How the server is asked"
 Reports = Sequence[tuple[Path, Format]]
 
 
 def compare(
-    target: Annotated[Path, typer.Option(help="Target checkpoint, Hugging Face format.", show_default=False)],
+    target: Annotated[
+        Path, typer.Option(rich_help_panel=WHAT, help="Target checkpoint, Hugging Face format.", show_default=False)
+    ],
     trained: Annotated[
         Path | None,
         typer.Option(
+            rich_help_panel=WHAT,
             help="Draft as it was trained (speculators format). Without it, the deployed folder is its own reference.",
             show_default=False,
         ),
@@ -40,21 +54,29 @@ def compare(
     deployed: Annotated[
         Path | None,
         typer.Option(
-            help="Draft as it is served (in a server's format). Without it, TRAINED is exported.", show_default=False
+            rich_help_panel=WHAT,
+            help="Draft as it is served (in a server's format). Without it, TRAINED is exported.",
+            show_default=False,
         ),
     ] = None,
     prompts: Annotated[
         Path | None,
         typer.Option(
-            help="JSON lines with prompt, messages or input_ids. Without it: eight of our own.", show_default=False
+            rich_help_panel=WHAT,
+            help="JSON lines with prompt, messages or input_ids. Without it: eight of our own.",
+            show_default=False,
         ),
     ] = None,
     host: Annotated[
-        list[str] | None, typer.Option(help="Server to start; two are compared with each other.", show_default=False)
+        list[str] | None,
+        typer.Option(
+            rich_help_panel=WHERE, help="Server to start; two are compared with each other.", show_default=False
+        ),
     ] = None,
     env: Annotated[
         list[Path] | None,
         typer.Option(
+            rich_help_panel=WHERE,
             metavar="PYTHON",
             help="Python of another environment: --host is started there if it is installed there; without --host, "
             "the server that is.",
@@ -64,55 +86,91 @@ def compare(
     against: Annotated[
         str | None,
         typer.Option(
+            rich_help_panel=WHERE,
             metavar="SERVER_URL",
             help="A server that runs already, started with EAGLE_TRACE_OUT=FOLDER.",
             show_default=False,
         ),
     ] = None,
-    api_key: Annotated[str | None, typer.Option(help="against: the server's API key.", envvar=API_KEY)] = None,
+    api_key: Annotated[
+        str | None, typer.Option(rich_help_panel=WHERE, help="against: the server's API key.", envvar=API_KEY)
+    ] = None,
     admin_api_key: Annotated[
-        str | None, typer.Option(help="against: the server's admin key.", envvar=ADMIN_KEY)
+        str | None, typer.Option(rich_help_panel=WHERE, help="against: the server's admin key.", envvar=ADMIN_KEY)
     ] = None,
     report: Annotated[
         list[Path] | None,
         typer.Option(
+            rich_help_panel=WRITE,
             help="Write this file, too: .html, .json, .txt, .xml (JUnit) or .sarif. May be given several times.",
             show_default=False,
         ),
     ] = None,
     keep: Annotated[
-        Path | None, typer.Option(help="Keep traces and the exported draft in this folder.", show_default=False)
+        Path | None,
+        typer.Option(
+            rich_help_panel=WRITE, help="Keep traces and the exported draft in this folder.", show_default=False
+        ),
     ] = None,
-    steps: Annotated[int, typer.Option(min=1, help="Draft steps.")] = 3,
-    topk: Annotated[int, typer.Option(min=1, help="Branches of the draft tree (1: a chain).")] = 1,
+    steps: Annotated[int, typer.Option(rich_help_panel=ASK, min=1, help="Draft steps.")] = 3,
+    topk: Annotated[int, typer.Option(rich_help_panel=ASK, min=1, help="Branches of the draft tree (1: a chain).")] = 1,
     draft_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Tokens verified at once. Default: steps + 1.", show_default=False)
+        int | None,
+        typer.Option(
+            rich_help_panel=ASK, min=1, help="Tokens verified at once. Default: steps + 1.", show_default=False
+        ),
     ] = None,
-    dtype: Annotated[str, typer.Option(help="float32, float16, bfloat16, or auto: the checkpoint's own.")] = "auto",
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 for greedy answers.")] = 0.0,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to answer to each prompt.")] = 48,
-    batch_size: Annotated[int, typer.Option(min=1, help="Prompts sent at once.")] = 8,
-    level: Annotated[Level, typer.Option(help="How much to keep of each row.")] = Level.values,
+    dtype: Annotated[
+        str, typer.Option(rich_help_panel=ASK, help="float32, float16, bfloat16, or auto: the checkpoint's own.")
+    ] = "auto",
+    device: Annotated[str, typer.Option(rich_help_panel=ASK, help="auto, cpu or cuda.")] = "auto",
+    temperature: Annotated[float, typer.Option(rich_help_panel=ASK, min=0.0, help="0 for greedy answers.")] = 0.0,
+    max_new_tokens: Annotated[
+        int, typer.Option(rich_help_panel=ASK, min=1, help="Tokens to answer to each prompt.")
+    ] = 48,
+    batch_size: Annotated[int, typer.Option(rich_help_panel=ASK, min=1, help="Prompts sent at once.")] = 8,
+    level: Annotated[
+        Level,
+        typer.Option(
+            rich_help_panel=ASK,
+            help="How much to keep of each row: shapes, stats, sketch or values.",
+            metavar="LEVEL",
+        ),
+    ] = Level.values,
     minimum_share: Annotated[
         float,
-        typer.Option(min=0.0, max=1.0, help="Share of the server's comparable rows that must be matched to agree."),
+        typer.Option(
+            rich_help_panel=JUDGE,
+            metavar="SHARE",
+            min=0.0,
+            max=1.0,
+            help="Share of the server's comparable rows that must be matched to agree.",
+        ),
     ] = 0.5,
     tolerance: ToleranceOption = 4.0,
     max_drop: MaxDropOption = None,
     baseline: Annotated[
         str | None,
         typer.Option(
+            rich_help_panel=JUDGE,
             metavar="TRACE",
             help="A trace of this server from when all was well: fail only for what is worse than in it.",
             show_default=False,
         ),
     ] = None,
     verbose: Annotated[
-        bool, typer.Option("--verbose", "-v", help="All that was checked, compared, ruled out and not tested, too.")
+        bool,
+        typer.Option(
+            "--verbose",
+            "-v",
+            rich_help_panel=WRITE,
+            help="All that was checked, compared, ruled out and not tested, too.",
+        ),
     ] = False,
-    force: Annotated[bool, typer.Option("--force", help="Replace --report if it exists.")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", help="Show no progress.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", rich_help_panel=WRITE, help="Replace --report if it exists.")
+    ] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", rich_help_panel=WRITE, help="Show no progress.")] = False,
     server_args: Annotated[
         list[str] | None, typer.Argument(help="After --, arguments for the server itself.", metavar="-- SERVER ARGS")
     ] = None,
@@ -194,6 +252,10 @@ def _run(
         except EagleTraceError as error:
             progress.clear()
             raise _explained(error, checked, workspace) from error
+        except KeyboardInterrupt as error:
+            for words in _left(workspace):
+                error.add_note(words)
+            raise
         return comparison.diff(reference, other, judged), reference, other
 
 
@@ -225,9 +287,14 @@ def _explained(error: EagleTraceError, checked: Sequence[CheckResult], workspace
         words += [f"what check says of it: {one.name}: {one.evidence}\nfix: {one.fix}" for one in found]
         if not found:
             words.append("check finds nothing in the draft that would stop a server: what it printed above says more")
-    if not workspace.kept and any(workspace.folder.glob("*.inputs.json")):
-        words.append(f"What was recorded is kept in {workspace.folder}: the same command goes on from there")
-    return type(error)("\n".join(words))
+    return type(error)("\n".join([*words, *(f"{one[0].upper()}{one[1:]}" for one in _left(workspace))]))
+
+
+def _left(workspace: Workspace) -> list[str]:
+    """What a run that ends before its time leaves behind, in a sentence; nothing where that is nothing."""
+    if workspace.kept or not any(workspace.folder.glob("*.inputs.json")):
+        return []
+    return [f"what was recorded is kept in {workspace.folder}: the same command goes on from there"]
 
 
 def _tell(result: tuple[Diff, Trace, Trace], workspace: Workspace, reports: Reports, *, verbose: bool) -> int:

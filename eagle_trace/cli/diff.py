@@ -37,13 +37,21 @@ class Sites(StrEnum):
     diverged = "diverged"
 
 
+#: how ``--help`` groups the options
+WRITE, JUDGE, WHERE, RUN = "What is written", "What is asked of it", "What is read", "What compares"
 #: what `compare` asks in the same words
 ToleranceOption = Annotated[
-    float, typer.Option(min=1.0, max=1e6, help="How many times its rounding floor the error of a site may be.")
-]
+    float,
+    typer.Option(
+        rich_help_panel=JUDGE, metavar="TIMES", min=1.0, max=1e6,
+        help="How many times its rounding floor the error of a site may be.",
+    ),
+]  # fmt: skip
 MaxDropOption = Annotated[
     float | None,
     typer.Option(
+        rich_help_panel=JUDGE,
+        metavar="SHARE",
         min=0.0,
         max=1.0,
         help="Fail if the accept length is lower than predicted by more than this share, e.g. 0.05.",
@@ -66,33 +74,55 @@ def diff(
     ],
     format: Annotated[
         Format,
-        typer.Option(help="html: one file with plots, needs --out; json: for programs; junit, sarif: for a build."),
+        typer.Option(
+            rich_help_panel=WRITE,
+            metavar="FORMAT",
+            help="text; html: one file with plots, needs --out; json: for programs; junit, sarif: for a build.",
+        ),
     ] = Format.text,
     sites: Annotated[
-        Sites, typer.Option(help="text: sites in the table, those that diverged or all.")
+        Sites, typer.Option(rich_help_panel=WRITE, help="text: sites in the table, those that diverged or all.")
     ] = Sites.diverged,
-    out: Annotated[Path | None, typer.Option(help="Write the report to this file.", show_default=False)] = None,
+    out: Annotated[
+        Path | None, typer.Option(rich_help_panel=WRITE, help="Write the report to this file.", show_default=False)
+    ] = None,
     minimum_share: Annotated[
         float,
-        typer.Option(min=0.0, max=1.0, help="Share of OTHER's comparable rows that must be matched to agree."),
+        typer.Option(
+            rich_help_panel=JUDGE,
+            metavar="SHARE",
+            min=0.0,
+            max=1.0,
+            help="Share of OTHER's comparable rows that must be matched to agree.",
+        ),
     ] = 0.5,
-    diagnose: Annotated[bool, typer.Option("--diagnose/--no-diagnose", help="Look for the cause, too.")] = True,
+    diagnose: Annotated[
+        bool, typer.Option("--diagnose/--no-diagnose", rich_help_panel=JUDGE, help="Look for the cause, too.")
+    ] = True,
     train_draft: Annotated[
         Path | None,
         typer.Option(
-            help="Draft of REFERENCE (the trained one), if no longer where its trace says.", show_default=False
+            rich_help_panel=WHERE,
+            help="Draft of REFERENCE (the trained one), if no longer where its trace says.",
+            show_default=False,
         ),
     ] = None,
     serve_draft: Annotated[
         Path | None,
-        typer.Option(help="Draft of OTHER (the deployed one), if no longer where its trace says.", show_default=False),
+        typer.Option(
+            rich_help_panel=WHERE,
+            help="Draft of OTHER (the deployed one), if no longer where its trace says.",
+            show_default=False,
+        ),
     ] = None,
     target: Annotated[
-        Path | None, typer.Option(help="Target, if no longer where the traces say.", show_default=False)
+        Path | None,
+        typer.Option(rich_help_panel=WHERE, help="Target, if no longer where the traces say.", show_default=False),
     ] = None,
     floors: Annotated[
         str | None,
         typer.Option(
+            rich_help_panel=JUDGE,
             metavar="TRACE",
             help="Two servers: a train trace of the same draft that lends its measured rounding floors.",
             show_default=False,
@@ -103,26 +133,40 @@ def diff(
     baseline: Annotated[
         str | None,
         typer.Option(
+            rich_help_panel=JUDGE,
             metavar="TRACE",
             help="A trace of OTHER's kind from when all was well: fail only for what is worse than in it.",
             show_default=False,
         ),
     ] = None,
-    allow_partial: Annotated[bool, typer.Option("--allow-partial", help="Read what is whole of a trace.")] = False,
+    allow_partial: Annotated[
+        bool, typer.Option("--allow-partial", rich_help_panel=WHERE, help="Read what is whole of a trace.")
+    ] = False,
     workers: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Threads that compare values; as many as there are cores if not set.", show_default=False
+            rich_help_panel=RUN,
+            min=1,
+            help="Threads that compare values; as many as there are cores if not set.",
+            show_default=False,
         ),
     ] = None,
     scheduler: Annotated[
         str | None,
-        typer.Option(metavar="URL", help="Compare on this Dask cluster (tcp://host:8786) instead.", show_default=False),
+        typer.Option(
+            rich_help_panel=RUN,
+            metavar="URL",
+            help="Compare on this Dask cluster (tcp://host:8786) instead.",
+            show_default=False,
+        ),
     ] = None,
     verbose: Annotated[
-        bool, typer.Option("--verbose", "-v", help="text: all that was compared, ruled out and not tested, too.")
+        bool,
+        typer.Option(
+            "--verbose", "-v", rich_help_panel=WRITE, help="text: all that was compared, ruled out and not tested, too."
+        ),
     ] = False,
-    force: Annotated[bool, typer.Option("--force", help="Replace --out if it exists.")] = False,
+    force: Annotated[bool, typer.Option("--force", rich_help_panel=WRITE, help="Replace --out if it exists.")] = False,
 ) -> None:
     """Compare two traces and name the first place where they part.
 

@@ -19,6 +19,7 @@ from eagle_trace.cli.compare import compare
 from eagle_trace.cli.demo import demo
 from eagle_trace.cli.diff import diff
 from eagle_trace.cli.export import export
+from eagle_trace.cli.options import described
 from eagle_trace.cli.record import record
 from eagle_trace.cli.said import say
 from eagle_trace.cli.show import show
@@ -75,14 +76,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command()(compare)
-app.command()(record)
-app.command()(diff)
-app.command()(show)
-app.command()(check)
-app.command()(demo)
-app.command()(export)
-app.command()(tokens)
+for _command in (compare, record, diff, show, check, demo, export, tokens):
+    app.command(help=described(_command))(_command)
 
 
 def _print_version(asked: bool) -> None:

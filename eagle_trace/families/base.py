@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 Kind = Literal["integer", "value"]
@@ -67,8 +68,14 @@ class Family:
     def sites_of(self, names: Iterable[str]) -> tuple[list[Site], list[str]]:
         """The sites of the draft that `names` belong to, and the names that are none of them."""
         listed = list(names)
-        sites = self.sites(count(listed, r"target\.hidden\.(\d+)$"), max(1, count(listed, r"layer\.(\d+)\.")))
+        layers = count(listed, r"target\.hidden\.(\d+)$"), max(1, count(listed, r"layer\.(\d+)\."))
+        sites = list(_sites(self, *layers))
         return sites, sorted(set(listed) - {site.name for site in sites})
+
+
+@lru_cache(maxsize=16)
+def _sites(family: Family, target_layers: int, draft_layers: int) -> tuple[Site, ...]:
+    return tuple(family.sites(target_layers, draft_layers))
 
 
 def count(names: Sequence[str], pattern: str) -> int:

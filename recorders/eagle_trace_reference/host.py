@@ -33,7 +33,7 @@ def is_latent(config: dict[str, Any]) -> bool:
 
 HOST = Trainer(
     name="reference",
-    title="eagle-trace's own reference forward",
+    title="eagle-trace's own reference",
     module="torch",
     install=way_to("train"),
     package="eagle_trace_reference",

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from eagle_trace.errors import CheckpointError
-from eagle_trace_training.config import refuse_first
+from eagle_trace_training.config import LARGEST, refuse_first
 from eagle_trace_training.published import Published, beyond_one_layer
 
 #: names of the one scaling that the class computes
@@ -108,7 +108,7 @@ def shape_of(found: Published) -> Shape:
     _check(found, vocabulary, drafted)
     hidden = found.number("hidden_size")
     target = found.number("target_hidden_size", hidden)
-    return Shape(
+    shape = Shape(
         vocabulary=vocabulary,
         draft_vocabulary=drafted,
         hidden=hidden,
@@ -130,6 +130,12 @@ def shape_of(found: Published) -> Shape:
         norm_output=bool(config.get("norm_output", False)),
         tied=bool(config.get("tie_word_embeddings", False)),
     )
+    if not 0 < shape.scale <= LARGEST or (shape.yarn is not None and not 0 < shape.yarn.on_rotation <= LARGEST):
+        raise CheckpointError(
+            f"rope_scaling in the config of {found.folder} makes a factor that is no number of float32, on the "
+            f"rotation or on the scores ({shape.scale:g})"
+        )
+    return shape
 
 
 def _check(found: Published, vocabulary: int, drafted: int) -> None:

@@ -130,7 +130,7 @@ def when_serving(is_server: Callable[[Any], bool], act: Callable[[Any], None]) -
 
 
 def order_of(environment: Mapping[str, str]) -> Order | None:
-    """What the `VARIABLES` ask for; ``EAGLE_TRACE_REQUESTS=0`` to wait to be told.
+    """What the `variables` ask for; ``EAGLE_TRACE_REQUESTS=0`` to wait to be told.
 
     Returns:
         The recording to begin with, or None to wait.

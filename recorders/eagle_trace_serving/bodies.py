@@ -11,17 +11,18 @@ import re
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 from fastapi import Request
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, create_model, model_validator
 from starlette.requests import ClientDisconnect
 
 from eagle_trace.errors import EagleTraceError, UsageError
 from eagle_trace.manifest import without_secrets
-from eagle_trace.selection import Selection, parse_bytes
+from eagle_trace.recording.wanted import KINDS, Kind, read
+from eagle_trace.selection import Selection
 from eagle_trace.writer import DP_STRIDE
 from eagle_trace_serving.admission import Admission
+from eagle_trace_serving.answers import STOPPED_LENGTH
 from eagle_trace_serving.exchange import parse_json, quoted
 from eagle_trace_serving.orders import Order
-from eagle_trace_serving.remote import STOPPED_LENGTH
 
 MOST_BYTES = 2 << 20
 #: values in a body: ten counts for each of `MOST_REQUESTS`, and more; reading them takes a few hundredths of a second
@@ -104,27 +105,36 @@ class OwnLastSettings(LastSettings):
     server_counts: dict[str, dict[str, float]] | None = None
 
 
-class StartBody(BaseModel):
+#: what a client may send for an option of a kind; of the ``host``'s own affair nothing
+SENT: dict[Kind, Any] = {
+    "level": Literal["shapes", "stats", "sketch", "values"],
+    "bytes": Annotated[str, Field(max_length=40)],
+    "flag": Annotated[bool, Field(strict=True)],
+    "seconds": Annotated[Finite, Field(gt=0, le=LONGEST_SECONDS)],
+}
+#: the options of a recording (`Wanted`), in a body
+WantedBody: Any = create_model(
+    "WantedBody",
+    __config__=ConfigDict(extra="forbid"),
+    **{name: (SENT[kind] | None, None) for name, kind in KINDS.items() if kind in SENT},
+)
+
+
+class StartBody(WantedBody):
     """What to record; names and meaning as on the command line.
 
     `named` takes exactly these requests: ``{request id: [prompt number, prompt key]}``.
     """
 
-    model_config = ConfigDict(extra="forbid")
-
     named: Annotated[dict[Rid, tuple[Number, Key]], Field(min_length=1, max_length=MOST_REQUESTS)] | None = None
     requests: Annotated[int, Field(ge=1, le=MOST_REQUESTS, strict=True)] = MOST_REQUESTS
     match: Annotated[str, Field(max_length=256)] = ""
     sample: Annotated[Finite, Field(gt=0, le=1)] = 1.0
-    level: Literal["shapes", "stats", "sketch", "values"] = "values"
-    max_bytes: Annotated[str, Field(max_length=40)] | None = None
     sites: Chosen | None = None
     roots: Chosen | None = None
     steps: Chosen | None = None
-    keep_cuda_graphs: Annotated[bool, Field(strict=True)] = False
-    seconds: Annotated[Finite, Field(gt=0, le=LONGEST_SECONDS)] | None = None
     settings: Settings = Settings()
-    argv: Annotated[list[Annotated[str, Field(max_length=4096)]], Field(max_length=1000)] = []
+    argv: Annotated[list[Annotated[str, Field(max_length=4096)]], Field(max_length=1000)] = Field(default_factory=list)
 
     @property
     def is_own(self) -> bool:
@@ -142,24 +152,24 @@ class StartBody(BaseModel):
         Raises:
             UsageError: it does not make sense, or is more than the server keeps.
         """
-        wanted = parse_bytes(self.max_bytes) if self.max_bytes else ceiling
-        if wanted > ceiling:
+        kept = {"max_bytes": ceiling, **self.kept}
+        if kept["max_bytes"] > ceiling:
             raise UsageError(
                 f"this server keeps at most {ceiling} bytes of one recording: ask for less, or have it started with a "
                 "larger EAGLE_TRACE_MAX_BYTES"
             )
+        if stranger:
+            kept["seconds"] = min(kept.get("seconds", STRANGER_SECONDS), STRANGER_SECONDS)
         return Order(
             out=out,
             admission=self.admission,
-            max_bytes=wanted,
             # a client that names its requests also says when it is done
             alone=self.named is None,
             lease=LEASE_SECONDS if self.named is not None else None,
-            seconds=min(self.seconds or STRANGER_SECONDS, STRANGER_SECONDS) if stranger else self.seconds,
             settings=self.settings.said(),
             argv=tuple(without_secrets(self.argv)),
             keep_empty=False,
-            **self.kept,
+            **kept,
         )
 
     @property
@@ -169,12 +179,10 @@ class StartBody(BaseModel):
 
     @property
     def kept(self) -> dict[str, Any]:
-        """How much of each row, and which."""
-        return {
-            "level": self.level,
-            "selection": Selection.parse(sites=self.sites, roots=self.roots, steps=self.steps),
-            "keep_cuda_graphs": self.keep_cuda_graphs,
-        }
+        """The fields of `Wanted` that it says."""
+        said = {name: getattr(self, name) for name in WantedBody.model_fields}
+        kept = {name: read(name, value) for name, value in said.items() if value not in (None, "")}
+        return kept | {"selection": Selection.parse(sites=self.sites, roots=self.roots, steps=self.steps)}
 
 
 class OwnStartBody(StartBody):
@@ -182,16 +190,15 @@ class OwnStartBody(StartBody):
 
     named: dict[Rid, tuple[Number, Key]]
     out: Annotated[str, Field(min_length=1)]
-    changes: list[str] = []
-    started: dict[str, Any] = {}
-    argv: list[str] = []
+    changes: list[str] = Field(default_factory=list)
+    started: dict[str, Any] = Field(default_factory=dict)
+    argv: list[str] = Field(default_factory=list)
 
     def order(self, _out: str, _ceiling: int, *, stranger: bool) -> Order:  # noqa: ARG002 (it has the server's key)
         """The recording asked for; UsageError if it does not make sense."""
         return Order(
             out=self.out,
             admission=self.admission,
-            max_bytes=parse_bytes(self.max_bytes) if self.max_bytes else None,
             alone=False,
             settings=self.settings.said() | self.started,
             changes=tuple(self.changes),

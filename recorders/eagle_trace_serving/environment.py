@@ -12,18 +12,12 @@ SESSION = "EAGLE_TRACE_SESSION"
 #: set by `record` for the server it starts: who has the server's key says where a trace goes, and how large it gets
 OWN = "EAGLE_TRACE_OWN"
 
-#: what a user may say beside OUT and RECORD_OTHERS, each behind PREFIX
-ASKED = (
-    "REQUESTS",
-    "MATCH",
-    "SAMPLE",
-    "LEVEL",
-    "MAX_BYTES",
-    "SECONDS",
-    "SITES",
-    "ROOTS",
-    "STEPS",
-    "KEEP_CUDA_GRAPHS",
-    "MAX_WAIT",
-)
-VARIABLES = (OUT, RECORD_OTHERS, OWN, *(PREFIX + name for name in ASKED))
+#: which requests to record, each behind PREFIX; what to keep of them is said as `Wanted` has it
+WHICH = ("REQUESTS", "MATCH", "SAMPLE")
+
+
+def variables() -> set[str]:
+    """Every variable by which a user says what a server is to record."""
+    from eagle_trace.recording.wanted import NAMES
+
+    return {OUT, RECORD_OTHERS, OWN, *(PREFIX + name for name in (*WHICH, *map(str.upper, NAMES)))}

@@ -18,7 +18,7 @@ from typing import NoReturn
 import psutil
 
 from eagle_trace.errors import HostError
-from eagle_trace_serving.environment import OUT, OWN, PREFIX, VARIABLES
+from eagle_trace_serving.environment import OUT, OWN, PREFIX, variables
 from eagle_trace_serving.folders import OwnFolder
 from eagle_trace_serving.host import Address, Launch
 
@@ -35,7 +35,7 @@ PYTHON = (sys.executable, "-m")
 
 
 class ServerProcess:
-    """The process of a server, and its children. A context manager.
+    """The process of a server, and its children. A context manager: it runs from entering to leaving.
 
     Args:
         title: the server's program, as sentences have it.
@@ -43,7 +43,7 @@ class ServerProcess:
 
     Attributes:
         address: where it will listen.
-        launch: how it was started.
+        launch: how it is started.
     """
 
     def __init__(self, title: str, launch: Callable[[Address, dict[str, str]], Launch]) -> None:
@@ -54,14 +54,14 @@ class ServerProcess:
         self.address = Address(self._port.getsockname()[1], secrets.token_urlsafe(24))
         try:
             self.launch = launch(self.address, self._environment())
-            self._start()
         except BaseException:
             self._close()
             raise
 
     def _environment(self) -> dict[str, str]:
         # what the user set for servers of their own does not hold for this one, which waits to be told
-        environment = {name: value for name, value in os.environ.items() if name not in VARIABLES}
+        own = variables()
+        environment = {name: value for name, value in os.environ.items() if name not in own}
         environment |= {OUT: str(self._folder.path), OWN: "1", f"{PREFIX}REQUESTS": "0"}
         # nobody else waits for this server, and whoever asked for the recording wants all of it
         return environment | {f"{PREFIX}MAX_WAIT": "inf"}
@@ -82,6 +82,11 @@ class ServerProcess:
             )
 
     def __enter__(self) -> ServerProcess:
+        try:
+            self._start()
+        except BaseException:
+            self._close()
+            raise
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -6,7 +6,7 @@ import contextlib
 import secrets
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,13 +15,13 @@ from eagle_trace.errors import HostError, RecordingError, UsageError
 from eagle_trace.prompts import read_prompts
 from eagle_trace.reader import open_trace
 from eagle_trace.recording.hosts import find_host
-from eagle_trace.selection import EVERYTHING, Selection, parse_bytes, select_prompts
+from eagle_trace.recording.wanted import Wanted
+from eagle_trace.selection import Selection, select_prompts
 from eagle_trace.store import FOLDER_MODE, Place, is_url, reason
 from eagle_trace.writer import check_output, prepare_output, remove_empty
 from eagle_trace_serving.admission import DEFAULT_REQUESTS, Admission
 from eagle_trace_serving.environment import OUT
 from eagle_trace_serving.host import ServerOptions, ServingHost
-from eagle_trace_serving.orders import Order
 from eagle_trace_serving.requests import Request
 
 Progress = Callable[[str], None]
@@ -42,14 +42,11 @@ def record(
     max_new_tokens: int = 48,
     batch_size: int = 8,
     temperature: float = 0.0,
-    level: str = "values",
-    max_bytes: int | None = None,
-    selection: Selection = EVERYTHING,
-    keep_cuda_graphs: bool = False,
     force: bool = False,
     host_args: Sequence[str] = (),
     argv: Sequence[str] = (),
     progress: Progress = lambda _: None,
+    **kept: Any,
 ) -> Place:
     """Start a server, record the serving forward and return the sealed trace's folder.
 
@@ -67,14 +64,11 @@ def record(
         max_new_tokens: tokens to answer to each prompt.
         batch_size: prompts sent at once.
         temperature: 0 for greedy answers.
-        level: how much to keep of each row.
-        max_bytes: stop recording, not the server, after so many bytes.
-        selection: which sites and rows to keep.
-        keep_cuda_graphs: let the server use its CUDA graphs, and record at their boundaries only.
         force: replace a trace at `out`.
         host_args: the server's own arguments; they win over ours.
         argv: the command line, for the manifest.
         progress: told what is going on.
+        kept: fields of `Wanted`: level, max_bytes, selection, keep_cuda_graphs and others.
 
     Raises:
         CheckpointError, PromptsError, UsageError: the input does not make sense.
@@ -84,11 +78,13 @@ def record(
     """
     from eagle_trace_serving.server import Server
 
+    wanted = Wanted(**kept)
     host = host or find_host("server")
     options = ServerOptions(
-        target, draft, steps, topk, draft_tokens, dtype, device, tuple(host_args), keep_cuda_graphs=keep_cuda_graphs
-    )
-    request = _request(prompts, selection, max_new_tokens, batch_size, temperature)
+        target, draft, steps, topk, draft_tokens, dtype, device, tuple(host_args),
+        keep_cuda_graphs=wanted.keep_cuda_graphs,
+    )  # fmt: skip
+    request = _request(prompts, wanted.selection, max_new_tokens, batch_size, temperature)
     options.check()
     host.check(options)
     check_output(out, force=force)
@@ -96,16 +92,8 @@ def record(
     with _no_empty_folder(out), Server(options, progress, host, texts=texts) as server:
         # only now: an old trace is not given up for a server that never starts
         prepare_output(out, force=force)
-        server.record(
-            request,
-            out,
-            level=level,
-            max_bytes=max_bytes,
-            # the prompts are chosen already
-            selection=replace(selection, prompts=()),
-            keep_cuda_graphs=keep_cuda_graphs,
-            argv=argv,
-        )
+        # the prompts are chosen already
+        server.record(request, out, argv=argv, **(kept | {"selection": replace(wanted.selection, prompts=())}))
     _require_rows(out)
     return out
 
@@ -122,14 +110,13 @@ def attach(
     requests: int = DEFAULT_REQUESTS,
     match: str = "",
     sample: float = 1.0,
-    seconds: float | None = None,
     max_new_tokens: int = 48,
     batch_size: int = 8,
     temperature: float = 0.0,
-    selection: Selection = EVERYTHING,
     force: bool = False,
+    argv: Sequence[str] = (),
     progress: Progress = lambda _: None,
-    **options: Any,
+    **kept: Any,
 ) -> Place:
     """Record in a server that runs already, and return where the trace is.
 
@@ -145,12 +132,11 @@ def attach(
         admin_api_key: the server's, or None; where it has one, this is what recording takes.
         timeout: seconds that an answer may take.
         requests, match, sample: without prompts, which requests of others to record (`Admission`).
-        seconds: seal after so long, whatever is still going on.
         max_new_tokens, batch_size, temperature: with prompts, how to ask (`Request`).
-        selection: which sites and rows to keep.
         force: replace a trace at `out`.
+        argv: the command line, for the manifest.
         progress: told what is going on.
-        options: the other fields of `bodies.StartBody`.
+        kept: fields of `Wanted` that a client may say.
 
     Raises:
         PromptsError, UsageError: the input does not make sense.
@@ -161,18 +147,22 @@ def attach(
     from eagle_trace_serving.client import record_attached
     from eagle_trace_serving.remote import Remote
 
+    wanted = Wanted(**kept)
+    selection = wanted.selection
     known = None if host is None else find_host("server", host, program=False)
     request = None
+    body = wanted.said() | {"argv": list(argv)}
     if prompts is not None:
         request = _request(prompts, selection, max_new_tokens, batch_size, temperature)
+        # the prompts are chosen already
+        body.pop("prompts", None)
         # nobody can guess them: without a key, a server records these and no others (`bodies.OWN_ID`)
         request = replace(request, name=f"eagle-trace-{secrets.token_hex(16)}")
-        _check_order(request.admission, seconds, options)
     elif selection.prompts:
         raise UsageError("--only-prompts chooses lines of a prompts file: give --prompts, or --requests for others'")
     else:
-        options |= {"requests": requests, "match": match, "sample": sample}
-    _check_order(Admission(None, requests, match, sample), seconds, options)
+        body |= {"requests": requests, "match": match, "sample": sample}
+    Admission(None, requests, match, sample)  # refused here, not by the server
     if not timeout > 0:
         raise UsageError(f"--timeout must be a positive number of seconds, not {timeout:g}")
     if is_url(out):
@@ -182,7 +172,6 @@ def attach(
     remote.status()
     place = Path(out).resolve()
     with _hidden_beside(place) as folder:
-        body = options | selection.to_text() | {"seconds": seconds}
         remote, recorded = record_attached(remote, folder, host=known, request=request, options=body, progress=progress)
         if recorded.url is None:
             ended = recorded.ended
@@ -214,13 +203,6 @@ def _hidden_beside(out: Path) -> Iterator[Path]:
             shutil.rmtree(hidden, ignore_errors=True)
     except OSError as error:
         raise RecordingError(f"cannot write beside {out}: {reason(error)}") from error
-
-
-def _check_order(admission: Admission, seconds: float | None, options: Mapping[str, Any]) -> None:
-    """Refuse here what the server would refuse: an order that makes no sense (UsageError)."""
-    budget = options.get("max_bytes")
-    most = parse_bytes(budget) if budget else None
-    Order("", admission, level=options.get("level", "values"), max_bytes=most, seconds=seconds)
 
 
 def _request(prompts: Path, selection: Selection, max_new_tokens: int, batch_size: int, temperature: float) -> Request:

@@ -20,7 +20,7 @@ from eagle_trace.checkpoints import read_config
 from eagle_trace.errors import EagleTraceError, HostError, PromptsError, RecordingError
 from eagle_trace.prompts import check_tokens, tokenize
 from eagle_trace.recording.hosts import find_host
-from eagle_trace.selection import EVERYTHING, Selection
+from eagle_trace.recording.wanted import Wanted
 from eagle_trace.store import Place
 from eagle_trace.writer import prepare_output
 from eagle_trace_serving.client import Question, ask_all, begun
@@ -89,7 +89,6 @@ class Server:
         self._process = ServerProcess(
             self._host.title, lambda address, environment: self._host.launch(self._options, address, environment)
         )
-        progress(f"starting {self._host.title} (this takes a while)")
         address = self._process.address
         self._remote = Remote(address.url, address.key, LONGEST_SECONDS, address.key)
         # loaded while the server starts
@@ -98,6 +97,7 @@ class Server:
     def __enter__(self) -> Server:
         self._process.__enter__()
         try:
+            self._progress(f"starting {self._host.title} (this takes a while)")
             self._wait_until_ready()
         except BaseException as error:
             self._process.__exit__(type(error), error, error.__traceback__)
@@ -116,21 +116,22 @@ class Server:
         request: Request,
         out: Place,
         *,
-        level: str = "values",
-        max_bytes: int | None = None,
-        selection: Selection = EVERYTHING,
-        keep_cuda_graphs: bool = False,
         argv: Sequence[str] = (),
+        **kept: Any,
     ) -> Answers:
-        """Answer, and leave a sealed trace in the empty folder `out`; where it is interrupted, of the rows so far."""
+        """Answer, and leave a sealed trace in the empty folder `out`; where it is interrupted, of the rows so far.
+
+        Args:
+            request: what to ask.
+            out: the folder.
+            argv: the command line, for the manifest.
+            kept: fields of `Wanted`.
+        """
         token_ids = self._tokens(request)
         launch = self._process.launch
-        body = selection.to_text() | {
+        body = Wanted(**kept).said() | {
             "out": str(out),
             "named": {rid: [number, request.prompts[number].key] for number, rid in enumerate(request.rids)},
-            "level": level,
-            "max_bytes": None if max_bytes is None else str(max_bytes),
-            "keep_cuda_graphs": keep_cuda_graphs,
             "settings": request.settings,
             "started": dict(launch.settings),
             "changes": list(launch.changes),

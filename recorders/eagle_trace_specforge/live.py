@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from specforge.algorithms.eagle3 import model as eagle3
 from specforge.modeling.draft.llama3_eagle import LlamaAttention, LlamaForCausalLMEagle3
 from specforge.modeling.target.target_head import TargetHead
@@ -16,7 +15,7 @@ from eagle_trace.errors import HostError, UsageError
 from eagle_trace.recording.hooks import Hooks
 from eagle_trace_specforge.load import ids_of, loaded
 from eagle_trace_specforge.sites import SiteTap
-from eagle_trace_training.batches import PADDING, Batch
+from eagle_trace_training.batches import Batch, padded
 from eagle_trace_training.host import HungTaps, LiveDraft, LoadedDraft, Receive
 from eagle_trace_training.numerics import DTYPES
 from eagle_trace_training.published import default_layers
@@ -91,25 +90,8 @@ class LiveModel(LiveDraft):
         return {name: tensor for name, tensor in found.items() if tensor is not None}
 
     def batch(self, given: Mapping[str, Array]) -> Batch:
-        """The forward's arguments [B, T].
-
-        The row of a document's last token is fed what the shift leaves (0), so it is no data.
-        """
-        tokens = given["input_ids"].astype(np.int32)
-        held = given["attention_mask"].astype(bool) if "attention_mask" in given else np.ones(tokens.shape, bool)
-        positions = given.get("position_ids", np.arange(tokens.shape[1]))
-        last = held.shape[1] - 1 - held[:, ::-1].argmax(axis=1)
-        fed = held.copy()
-        fed[np.arange(len(fed)), last] = False
-        documents = np.where(fed, np.arange(len(fed))[:, None], PADDING)
-        return Batch(
-            tokens.reshape(-1),
-            np.broadcast_to(positions, tokens.shape).reshape(-1).astype(np.int32),
-            documents.reshape(-1).astype(np.int32),
-            given["loss_mask"].reshape(-1).astype(np.bool_),
-            width=tokens.shape[1],
-            first=_first(given.get("unshifted"), tokens, np.flatnonzero(fed.any(axis=1))),
-        )
+        """A document per row, padded."""
+        return padded(given, unshifted=given.get("unshifted"))
 
     def settings(self, arguments: Mapping[str, Any]) -> dict[str, Any]:  # noqa: ARG002 (the model itself holds them)
         """How training runs the draft; and how far its rotary tables reach, which one long sequence builds anew."""
@@ -126,11 +108,3 @@ class LiveModel(LiveDraft):
         for name, values in zip(METRICS, output, strict=False):
             for step, value in enumerate(values):
                 yield name, value, step
-
-
-def _first(unshifted: Array | None, tokens: Array, documents: Array) -> Array | None:
-    """x_0 of each document, if the shift before this forward was seen."""
-    if unshifted is None or unshifted.shape != tokens.shape:
-        return None
-    ids = unshifted.astype(np.int32)
-    return ids[documents, 0] if np.array_equal(ids[:, 1:], tokens[:, :-1]) else None

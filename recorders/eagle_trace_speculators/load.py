@@ -18,16 +18,16 @@ from speculators.models.utils import resolve_target_layer_ids
 
 from eagle_trace.checkpoints import checkpoint_facts, read_config
 from eagle_trace.errors import CheckpointError
-from eagle_trace_training.config import check_config, check_map, refuse_first
+from eagle_trace_training.config import check_config, check_map, check_shapes
 from eagle_trace_training.host import LoadedDraft
 from eagle_trace_training.numerics import DTYPES, quiet
 from eagle_trace_training.published import EMBEDDING, HEAD, from_target
 from eagle_trace_training.weights import (
-    PLAIN,
     draft_tensors,
     first_line,
     loading,
-    stored_dtypes,
+    quantised_of,
+    stored_forms,
     stored_tensor,
     target_config,
     weight_files,
@@ -75,7 +75,7 @@ def read_draft_config(draft: Path) -> Eagle3SpeculatorConfig:
         raise CheckpointError(f"{draft} is a {kind} draft: only eagle3 can be recorded")
     layer = data.get("transformer_layer_config")
     check_config(draft, data | (layer if isinstance(layer, dict) else {}))
-    with loading(f"speculators refuses the config of {draft}"):
+    with quiet(), loading(f"speculators refuses the config of {draft}"):
         config = Eagle3SpeculatorConfig.from_pretrained(draft)
     if not weight_files(draft):
         raise CheckpointError(f"{draft} holds no *.safetensors: the draft's weights are missing")
@@ -121,17 +121,18 @@ def load_draft(draft: Path, target: Path | None, dtype: str, device: str) -> Loa
 
 
 def _stored(draft: Path, config: Any) -> set[str]:
-    """Names of a draft's tensors; raises CheckpointError for those that its class would convert without a word."""
-    dtypes = stored_dtypes(draft)
-    quantised = [name for name, dtype in dtypes.items() if dtype not in PLAIN and name not in ("d2t", "t2d")]
-    refuse_first(
-        draft,
-        [(quantised, f"holds quantised tensors ({', '.join(quantised[:2])}, ...)")],
-        ", which speculators' class cannot express",
-    )
+    """Names of a draft's tensors; raises CheckpointError for what its class cannot take, or would convert silently."""
+    forms = stored_forms(draft)
+    if quantised := quantised_of({name: dtype for name, (dtype, _) in forms.items()}):
+        tensors = f"quantised tensors ({', '.join(quantised[:2])}, ...)"
+        raise CheckpointError(f"{draft} holds {tensors}, which speculators' class cannot express")
     vocabulary = config.transformer_layer_config.vocab_size
     check_map(draft, stored_tensor(draft, "d2t"), config.draft_vocab_size or vocabulary, vocabulary)
-    return set(dtypes)
+    # by its config alone: transformers only logs which tensor does not fit
+    with quiet(), torch.device("meta"), loading(f"speculators cannot load {draft}"):
+        made = _StandaloneDraft(config).state_dict()
+    check_shapes(draft, {name: shape for name, (_, shape) in forms.items()}, made)
+    return set(forms)
 
 
 def loaded(model: Any, layer_ids: list[int] | None) -> LoadedDraft:

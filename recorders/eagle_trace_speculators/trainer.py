@@ -9,16 +9,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 
 from eagle_trace.capture import Array
-from eagle_trace.errors import CheckpointError
 from eagle_trace_speculators.live import LiveModel
 from eagle_trace_speculators.load import NOT_DRAFT, is_compiled, load_draft, uncompiled
 from eagle_trace_speculators.releases import check_release
 from eagle_trace_speculators.sites import SiteTap
 from eagle_trace_training.documents import Pack
 from eagle_trace_training.host import TrainingHost
+from eagle_trace_training.weights import loading
 
 
 def changes(dtype: str) -> list[str]:
@@ -78,11 +78,8 @@ def samples(folder: Path) -> Sequence[HiddenStates]:
 
 
 def _read(file: Path, name: str, rows: int | None = None) -> Any:
-    try:
-        with safe_open(file, framework="pt") as tensors:
-            return tensors.get_slice(name)[:rows]
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"cannot read {name} from {file}: {error}") from error
+    with loading(f"cannot read {name} from {file}"), safe_open(file, framework="pt") as tensors:
+        return tensors.get_slice(name)[:rows]
 
 
 #: documents packed along T, eager attention, uncompiled

@@ -30,11 +30,16 @@ from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.metadata import entry_points
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from eagle_trace.recording.wanted import Wanted
 
 PREFIX = "EAGLE_TRACE_TRAIN_"
 OUT = f"{PREFIX}OUT"
 HOSTS = "eagle_trace.hosts"
+#: what is said in numbers beside what every recording is asked
+NUMBERS = ("batches", "first_token")
 
 logger = logging.getLogger("eagle_trace")
 
@@ -160,11 +165,12 @@ def _options(environment: Mapping[str, str]) -> dict[str, Any]:
         UsageError: a value is not of its kind.
     """
     from eagle_trace.errors import UsageError
-    from eagle_trace.recording.wanted import parse_wanted
+    from eagle_trace.recording.wanted import NAMES, parse_wanted
 
-    given = {name.lower(): value for name in VALUES if (value := environment.get(f"{PREFIX}{name}"))}
+    names = ("out", *NUMBERS, *NAMES)
+    given = {name: value for name in names if (value := environment.get(f"{PREFIX}{name.upper()}"))}
     options: dict[str, Any] = {"out": given["out"]} if "out" in given else {}
-    for name in ("batches", "first_token"):
+    for name in NUMBERS:
         if name in given:
             try:
                 options[name] = int(given[name])
@@ -173,15 +179,7 @@ def _options(environment: Mapping[str, str]) -> dict[str, Any]:
     return options | parse_wanted(given, PREFIX)
 
 
-VALUES = ("OUT", "BATCHES", "LEVEL", "MAX_BYTES", "FIRST_TOKEN", "SITES", "ROOTS", "STEPS", "PROMPTS", "MAX_WAIT")
-
-
-def environment(options: Mapping[str, Any]) -> dict[str, str]:
-    """The variables that say `options`: those of `recording`, without `dataset`, `steps` and `force`."""
-    values = {name: options.get(name) for name in ("out", "batches", "level", "max_bytes", "first_token")}
-    if (selection := options.get("selection")) is not None:
-        values["sites"] = ",".join(selection.sites)
-        for name in ("roots", "steps", "prompts"):
-            ranges = getattr(selection, name)
-            values[name] = ",".join(f"{low}:{'' if high is None else high}" for low, high in ranges)
-    return {f"{PREFIX}{name.upper()}": str(value) for name, value in values.items() if value not in (None, "")}
+def environment(wanted: Wanted, **options: Any) -> dict[str, str]:
+    """The variables that say what to keep, and the other `options` of `recording`: out, batches, first_token."""
+    values = options | wanted.said()
+    return {f"{PREFIX}{name.upper()}": str(value) for name, value in values.items() if value is not None}

@@ -9,14 +9,14 @@ next one's tokens (or padding). Training computes those rows too, but they are n
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
-from eagle_trace.capture import Int32, Rows
+from eagle_trace.capture import Array, Int32, Rows
 from eagle_trace_training.documents import Index
 
 #: document id of a row that only pads the batch; every other id is a document, as the model's attention mask has it
@@ -119,3 +119,38 @@ class Batch:
         counted[:, : max(0, width - step)] = self.loss_mask.reshape(counted.shape)[:, step:]
         counted.reshape(-1)[self.index(step)] = False
         return int(counted.sum())
+
+
+def padded(given: Mapping[str, Array], *, unshifted: Array | None = None) -> Batch:
+    """A batch of a document per row, padded on the right to [B, T].
+
+    The row of a document's last token is fed what the shift leaves (0), so it is no data.
+
+    Args:
+        given: ``input_ids`` and ``loss_mask`` [B, T] or [B, T, 1], and, where the forward was given them,
+            ``attention_mask`` [B, T] and ``position_ids``, which count from 0 else.
+        unshifted: the ids [B, T] before the shift that drops each document's first, if that was seen.
+    """
+    tokens = given["input_ids"].astype(np.int32)
+    held = given["attention_mask"].astype(bool) if "attention_mask" in given else np.ones(tokens.shape, bool)
+    positions = given.get("position_ids", np.arange(tokens.shape[1]))
+    last = held.shape[1] - 1 - held[:, ::-1].argmax(axis=1)
+    fed = held.copy()
+    fed[np.arange(len(fed)), last] = False
+    documents = np.where(fed, np.arange(len(fed))[:, None], PADDING)
+    return Batch(
+        tokens.reshape(-1),
+        np.broadcast_to(positions, tokens.shape).reshape(-1).astype(np.int32),
+        documents.reshape(-1).astype(np.int32),
+        given["loss_mask"].reshape(-1).astype(np.bool_),
+        width=tokens.shape[1],
+        first=_first(unshifted, tokens, np.flatnonzero(fed.any(axis=1))),
+    )
+
+
+def _first(unshifted: Array | None, tokens: Array, documents: Array) -> Array | None:
+    """x_0 of each document, if the shift before this forward was seen."""
+    if unshifted is None or unshifted.shape != tokens.shape:
+        return None
+    ids = unshifted.astype(np.int32)
+    return ids[documents, 0] if np.array_equal(ids[:, 1:], tokens[:, :-1]) else None

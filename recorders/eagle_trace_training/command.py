@@ -12,10 +12,11 @@ import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from eagle_trace.errors import EagleTraceError, UsageError
 from eagle_trace.reader import open_trace
-from eagle_trace.selection import EVERYTHING, Selection
+from eagle_trace.recording.wanted import Wanted
 from eagle_trace.store import Place, open_store, reason
 from eagle_trace.writer import prepare_output, remove_empty
 from eagle_trace_training import arm
@@ -43,19 +44,18 @@ def record_command(
     *,
     out: Place,
     batches: int = 2,
-    level: str = "values",
-    selection: Selection = EVERYTHING,
-    max_bytes: int | None = None,
     first_token: int | None = None,
     force: bool = False,
+    **kept: Any,
 ) -> Recorded:
     """Run `command` with its standard streams and record the first forwards of the EAGLE-3 draft that it trains.
 
     Args:
         command: the command and its arguments, e.g. ``speculators train --config run.yaml``.
         out: folder of the trace, or its URL; all ranks of the command write into it.
-        batches, level, selection, max_bytes, first_token: see `recording`.
+        batches, first_token: see `recording`.
         force: replace the trace at `out`.
+        kept: fields of `Wanted`.
 
     Raises:
         UsageError: there is no such command, or an option makes no sense.
@@ -63,18 +63,16 @@ def record_command(
     """
     if batches < 1:
         raise UsageError(f"--batches must be 1 or more, not {batches}")
+    wanted = Wanted(**kept)
     program = _program(command[0])
     if isinstance(out, Path):
         out = out.absolute()
     prepare_output(out, force=force)
-    told = {
-        "out": out, "batches": batches, "level": level, "max_bytes": max_bytes, "first_token": first_token,
-        "selection": selection,
-    }  # fmt: skip
     search = os.pathsep.join([str(SHIM), *filter(None, [os.environ.get("PYTHONPATH")])])
-    kept = f"{arm.PREFIX}MAX_WAIT"
-    inherited = {name: value for name, value in os.environ.items() if name == kept or not name.startswith(arm.PREFIX)}
-    environment = inherited | arm.environment(told) | {"PYTHONPATH": search}
+    stays = f"{arm.PREFIX}MAX_WAIT"
+    inherited = {name: value for name, value in os.environ.items() if name == stays or not name.startswith(arm.PREFIX)}
+    told = arm.environment(wanted, out=out, batches=batches, first_token=first_token)
+    environment = inherited | told | {"PYTHONPATH": search}
     started: list[subprocess.Popen[bytes]] = []
     with _signals_to(started):
         try:

@@ -6,7 +6,6 @@ of a theta of 0, ids beyond the target's vocabulary. `eagle-trace check` fails s
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from reprlib import repr as short
@@ -22,13 +21,15 @@ NEEDS: Mapping[str, tuple[str, ...]] = {
     "linear": ("factor",), "dynamic": ("factor",), "yarn": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
 }  # fmt: skip
-MOST = 2**31 - 1
+#: more than these no forward in float32 can hold
+MOST, LARGEST = 2**31 - 1, float(np.finfo(np.float32).max)
 
 Judge = tuple[Callable[[Any], bool], str]
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    # no number that is not finite is within the bounds
+    return isinstance(value, int | float) and not isinstance(value, bool) and -LARGEST <= value <= LARGEST
 
 
 COUNT: Judge = (lambda value: type(value) is int and 1 <= value <= MOST, "a whole number of 1 or more")
@@ -143,6 +144,36 @@ def check_map(folder: Path, d2t: Any, rows: int, vocabulary: int) -> None:
             f"d2t in {folder} makes {inside:,} of {rows:,} target ids in range, of {vocabulary:,}: it holds offsets "
             "(target id less draft id), and these are for another target, or are ids (see `eagle-trace check`)"
         )
+
+
+def check_shapes(folder: Path, stored: Mapping[str, Any], built: Mapping[str, Any]) -> None:
+    """Refuse a tensor of another shape than its place has in the module that a config makes.
+
+    Args:
+        folder: of the draft.
+        stored: shapes of its tensors, by the module's names.
+        built: the module's tensors, on whatever device.
+
+    Raises:
+        CheckpointError: see above; a trainer's own loader says so at length, or only logs it.
+    """
+    for name in sorted(stored.keys() & built.keys()):
+        shape, place = list(stored[name]), list(built[name].shape)
+        if shape != place:
+            raise CheckpointError(f"{name} in {folder} is {shape}, its config makes {place}")
+
+
+def check_tables(folder: Path, model: Any) -> None:
+    """Refuse a draft whose module made tables of its config that are no numbers, as its rotary embedding may.
+
+    Raises:
+        CheckpointError: see above.
+    """
+    for name, table in model.named_buffers():
+        if table.is_floating_point() and not table.isfinite().all():
+            raise CheckpointError(
+                f"the config of {folder} asks for a rotary embedding whose cosines and sines are not numbers ({name})"
+            )
 
 
 def refuse_first(folder: Path, found: Collection[tuple[object, str]], why: str) -> None:

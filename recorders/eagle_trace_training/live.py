@@ -59,6 +59,7 @@ def recording(
     dataset: Any = None,
     force: bool = False,
     max_wait: float = MAX_WAIT,
+    **more: Any,
 ) -> Recording:
     """Record the next forwards of a draft that trains: ``with recording(host, model, out="train.trace"): ...``.
 
@@ -86,6 +87,7 @@ def recording(
         force: replace the trace at `out`.
         max_wait: how long the training may wait for the disk while it is recorded, in all [s]. A disk that is slower
             ends the recording with what is whole.
+        more: other fields of `Wanted`.
 
     Raises:
         UsageError: not an EAGLE-3 draft of this trainer, or an argument makes no sense.
@@ -100,7 +102,7 @@ def recording(
     place = as_place(str(out))
     options = LiveOptions(
         place, batches, first_token, datasets, force,
-        level=level, selection=selection, max_bytes=max_bytes, max_wait=max_wait,
+        level=level, selection=selection, max_bytes=max_bytes, max_wait=max_wait, **more,
     )  # fmt: skip
     return Recording(host, host.live(model), options)
 

@@ -120,6 +120,7 @@ def _device(asked: str) -> str:
 
 
 def _record(host: TrainingHost, asked: TrainOptions, warnings: list[str], progress: Progress) -> Place:
+    from eagle_trace_training.config import check_tables
     from eagle_trace_training.features import Precision, open_features
     from eagle_trace_training.floors import REFERENCE
     from eagle_trace_training.numerics import check_dtype, threads_for
@@ -135,6 +136,7 @@ def _record(host: TrainingHost, asked: TrainOptions, warnings: list[str], progre
     dtype = check_dtype(dtype)
     progress(f"loading the draft {asked.draft} in {dtype} on {device}")
     draft = host.load(asked.draft, asked.target, dtype, device)
+    check_tables(asked.draft, draft.model)
     manifest = _manifest(asked, host, draft, trace, dtype, device)
     manifest.warnings += warnings
     tasks, steps = _tasks(asked, draft, trace, manifest)

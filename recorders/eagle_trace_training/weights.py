@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,8 @@ from eagle_trace.recording.params import parameter_row
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 #: dtypes that a draft is trained or stored in; others are quantised
 PLAIN = tuple(DTYPES.values())
+#: maps between the target's vocabulary and the draft's own
+MAPS = ("d2t", "t2d")
 TARGET_FACTS = (
     "model_type", "hidden_size", "num_hidden_layers", "vocab_size", "rms_norm_eps", "tie_word_embeddings",
 )  # fmt: skip
@@ -38,13 +40,15 @@ def weights(file: Path) -> Iterator[Any]:
         raise CheckpointError(f"{file} is damaged ({first_line(error)}): copy or save the checkpoint again") from error
 
 
-def stored_dtypes(folder: Path) -> dict[str, str]:
-    """On-disk names of the dtypes of the tensors in a checkpoint folder, by their names; none is read."""
-    found: dict[str, str] = {}
+def stored_forms(folder: Path) -> dict[str, tuple[str, list[int]]]:
+    """Dtype (on-disk name) and shape of the tensors in a checkpoint folder, by their names; none is read."""
+    found: dict[str, tuple[str, list[int]]] = {}
     for file in weight_files(folder):
         with weights(file) as tensors:
-            codes = {name: tensors.get_slice(name).get_dtype() for name in tensors.keys()}  # noqa: SIM118 (no mapping)
-            found |= {name: DTYPES.get(code, code.lower()) for name, code in codes.items()}
+            for name in tensors.keys():  # noqa: SIM118 (no mapping)
+                held = tensors.get_slice(name)
+                code = held.get_dtype()
+                found[name] = (DTYPES.get(code, code.lower()), held.get_shape())
     return found
 
 
@@ -63,13 +67,18 @@ def stored_dtype(folder: Path) -> str:
     Raises:
         CheckpointError: no draft is served in that.
     """
-    found = stored_dtypes(folder).get("fc.weight", "float32")
+    found, _ = stored_forms(folder).get("fc.weight", ("float32", []))
     if found == "float64":
         raise CheckpointError(
             f"{folder} is stored in float64, in which no draft is served: say with --dtype what it is served in"
         )
     # of what is not stored as plain numbers, loading says that it cannot be computed
     return found if found in PLAIN else "float32"
+
+
+def quantised_of(dtypes: Mapping[str, str]) -> list[str]:
+    """The tensors that are not stored as plain numbers; the maps of the vocabulary are whole ones."""
+    return sorted(name for name, dtype in dtypes.items() if dtype not in PLAIN and name not in MAPS)
 
 
 def dtype_name(tensor: Any) -> str:
@@ -133,7 +142,8 @@ def loading(what: str) -> Iterator[None]:
 def first_line(error: BaseException) -> str:
     """What a library says went wrong, in one line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return " ".join(lines[:3]) or type(error).__name__
+    said = " ".join(lines[:3])
+    return f"it knows no {said}" if isinstance(error, KeyError) else said or type(error).__name__
 
 
 def target_tensor(target: Path, name: str) -> Any:

@@ -1,9 +1,11 @@
-"""Through how many functions of ours a row goes from a hook in a server's draft to its Parquet file.
+"""Through how many functions of ours a row goes from a hook in a draft to its Parquet file.
 
-    python tests/benchmarks/count_hops.py [-v]
+    python tests/benchmarks/count_hops.py [serve|train] [-v]
 
-A small draft with one site runs a few forwards, recorded by SGLang's own draft worker class, recorder and writer; every
-call of every thread is looked at (`sys.setprofile`). A function counts if it was running (on the stack) while the
+serve: a small draft with one site runs a few forwards, recorded by SGLang's own draft worker class, recorder and
+writer. train: the tiny speculators pair of the tests trains two steps, one site of which is recorded (`recording`).
+
+Every call of every thread is looked at (`sys.setprofile`). A function counts if it was running (on the stack) while the
 site's rows were passed to a function, were taken by Parquet, or changed threads with their forward. What answers a
 question about rows is not counted, since they do not go through it: a function that calls nothing further with them and
 gives something back, and those of `QUESTIONS`. With -v the functions are listed, in the order in which rows come to
@@ -49,11 +51,15 @@ PUT, WRITE = Inbox.put.__code__, pq.ParquetWriter.write_table.__code__
 class Road:
     """Notes the functions that are running while rows are handed on, in this thread and those that start from now on.
 
+    Args:
+        width: of a row.
+
     Attributes:
         watched: whether anything is noted.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
+        self._width = width
         #: each function's place, in the order of their first mark
         self._seen: dict[CodeType, str] = {}
         #: what calls others with rows, or gives nothing back
@@ -79,7 +85,7 @@ class Road:
             # other things than forwards go this way, too
             marked = frame.f_locals["call"] is not None
         else:
-            marked = code is WRITE or bool(_place(code) and _is_handed_rows(frame))
+            marked = code is WRITE or bool(_place(code) and _is_handed_rows(frame, self._width))
         if not marked:
             return
         running, one = [], frame
@@ -99,16 +105,16 @@ def _place(code: CodeType) -> str:
     return f"{place}:{code.co_firstlineno} {code.co_qualname}" if found and place not in QUESTIONS else ""
 
 
-def _is_handed_rows(frame: FrameType) -> bool:
+def _is_handed_rows(frame: FrameType, width: int) -> bool:
     code = frame.f_code
     count = code.co_argcount + code.co_kwonlyargcount
-    return any(_are_rows(frame.f_locals.get(name)) for name in code.co_varnames[:count])
+    return any(_are_rows(frame.f_locals.get(name), width) for name in code.co_varnames[:count])
 
 
-def _are_rows(given: Any) -> bool:
+def _are_rows(given: Any, width: int) -> bool:
     if isinstance(given, tuple | list):
-        return any(map(_are_rows, given))
-    return isinstance(given, np.ndarray | torch.Tensor) and given.shape[-1:] == (WIDTH,)
+        return any(_are_rows(one, width) for one in given)
+    return isinstance(given, np.ndarray | torch.Tensor) and given.shape[-1:] == (width,)
 
 
 class Model(torch.nn.Module):
@@ -171,7 +177,7 @@ def prefill(rid: str) -> Any:
 
 def record(level: str, folder: Path) -> Road:
     """Record some forwards of the small draft, all but the first of them and the seal watched."""
-    road, out = Road(), folder / f"{level}.trace"
+    road, out = Road(WIDTH), folder / f"{level}.trace"
     prepare_output(out)
     draft = SGLangDraft(worker(str(folder)))
     main, other = Pipe()
@@ -200,16 +206,38 @@ def record(level: str, folder: Path) -> Road:
     return road
 
 
+def record_training(level: str, folder: Path) -> Road:
+    """Record two steps of a tiny training, the second of them and the seal watched."""
+    sys.path.insert(0, str(Path(__file__).parents[2]))
+    from eagle_trace_speculators import recording
+    from tests.support.tiny_speculators import SHAPE, random_prompts, write_pair
+    from tests.support.training import Loop, collate, sample, trainable
+
+    pair = write_pair(folder / level)
+    batch = collate([sample(pair, document, 4) for document in random_prompts([9, 5, 13])])
+    loop, road = Loop(trainable(pair)), Road(SHAPE["intermediate_size"])
+    selection = Selection(sites=("layer.0.mlp.act",))
+    with recording(loop.model, out=folder / f"{level}.trace", level=level, selection=selection) as run:
+        loop.step(batch)
+        road.watched = True
+        loop.step(batch)
+        run.wait()
+        road.watched = False
+    assert run.failure is None, run.failure
+    return road
+
+
 def main() -> None:
     """Print the figures."""
+    asked = "train" if "train" in sys.argv else "serve"
     # watched by a hook of its own, which nothing here calls
     for name in ("sglang", "sglang.srt", "sglang.srt.speculative"):
         sys.modules.setdefault(name, types.ModuleType(name))
     sys.modules["sglang.srt.speculative"].eagle_worker_v2 = SimpleNamespace(select_top_k_tokens=None)  # type: ignore[attr-defined]
     with tempfile.TemporaryDirectory() as folder:
         for level in LEVELS:
-            road = record(level, Path(folder))
-            print(f"{level}: {len(road.hops)} functions")
+            road = (record_training if asked == "train" else record)(level, Path(folder))
+            print(f"{asked}, {level}: {len(road.hops)} functions")
             if "-v" in sys.argv:
                 print(*(f"    {place}" for place in road.hops), sep="\n")
 

@@ -21,8 +21,9 @@ from eagle_trace.testing import conformance
 from eagle_trace_analysis import Diff, diff
 from eagle_trace_analysis.diagnosis.diagnose import diagnosed
 from tests.support import faults, latent
+from tests.support.target_pairs import write_latent_draft
 from tests.support.tiny_speculators import write_prompts
-from tests.support.tiny_targets import DRAFT_VOCAB, FIRST_WORD, HIDDEN, IDS, VOCAB, write_family_target
+from tests.support.tiny_targets import FIRST_WORD, IDS, VOCAB, write_family_target
 from tests.support.verdicts import expect
 from tests.support.warm.start import Warm
 
@@ -79,13 +80,7 @@ class LatentPair:
 def pair(tmp_path_factory: pytest.TempPathFactory, warm: Warm) -> LatentPair:
     folder = tmp_path_factory.mktemp("latent")
     target = write_family_target("kimi_k25", folder / "target")
-    draft = latent.write_draft(
-        folder / "draft",
-        hidden_size=HIDDEN,
-        vocab_size=VOCAB,
-        draft_vocab_size=DRAFT_VOCAB,
-        eagle_config={"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [i - 1 for i in IDS]},
-    )
+    draft = write_latent_draft(folder / "draft")
     draw = np.random.default_rng(3)
     words = [draw.integers(FIRST_WORD, VOCAB, size=length).tolist() for length in (9, 14)]
     return LatentPair(target, draft, write_prompts(folder / "prompts.jsonl", words), folder, warm)

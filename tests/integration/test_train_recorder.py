@@ -663,6 +663,16 @@ FAULTS: dict[str, tuple[Callable[[Pair, Path], dict[str, Any]], type[EagleTraceE
         CheckpointError,
         "rope_parameters of the form yarn has no factor",
     ),
+    "a projection of another size": (
+        _tensor("fc.weight", lambda one: one[:-1]),
+        CheckpointError,
+        r"fc.weight in .* is \[31, 96\], its config makes \[32, 96\]",
+    ),
+    "a rotation that nobody knows": (
+        _layer(rope_parameters={"rope_type": "spiral", "rope_theta": 1e4}),
+        CheckpointError,
+        "speculators cannot load .*: it knows no 'spiral'",
+    ),
     "no heads": (_layer(num_attention_heads=0), CheckpointError, "num_attention_heads in .* is 0, not a whole number"),
     "a null where the trainer wants a number": (_layer(rms_norm_eps=None), CheckpointError, "refuses the config"),
     "ids that are fractions": (

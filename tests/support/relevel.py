@@ -36,16 +36,19 @@ def at_level(trace: Trace, path: Path, level: str) -> Trace:
     return open_trace(writer.seal())
 
 
-def expect_the_same_at_sketch(full: Diff, train: Trace, serve: Trace, folder: Path) -> None:
-    """The diff of both traces at level ``sketch`` has the verdict and the first divergence of `full`, at ``values``.
+def expect_the_same_at_sketch(
+    full: Diff, train: Trace, serve: Trace, folder: Path, *, reference: str = "sketch"
+) -> None:
+    """The diff at level ``sketch`` has the verdict and the first divergence of `full`, at ``values``.
 
-    `folder` holds the traces made for it: the same trace asked for again is not written again.
+    `folder` holds the traces made for it: the same trace asked for again is not written again. The training's sketches
+    are recorded ones, too, or with `reference` ``values`` made from its values (the same numbers: test_sketch.py).
     """
-    sides = []
-    for trace in (train, serve):
+    sides = [train]
+    for trace in (train, serve) if reference == "sketch" else (serve,):
         path = folder / f"{Path(trace.path).parent.name}-{Path(trace.path).name}-sketch"
         sides.append(open_trace(path) if path.exists() else at_level(trace, path, "sketch"))
-    sketched = diff(*sides)
+    sketched = diff(*sides[-2:])
     assert sketched.level == "sketch"
     assert sketched.verdict == full.verdict, sketched.first_divergence
     assert _place(sketched) == _place(full)

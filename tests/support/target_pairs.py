@@ -20,17 +20,30 @@ import numpy as np
 
 from eagle_trace import Trace, open_trace
 from eagle_trace.errors import EagleTraceError
+from eagle_trace.recording.hosts import find_host
 from eagle_trace_analysis import Diff, diff
 from eagle_trace_analysis.checkpoint.check import check
 from eagle_trace_analysis.checkpoint.export import export
 from eagle_trace_analysis.comparison.metrics import Metrics
 from eagle_trace_analysis.diagnosis.diagnose import diagnosed
-from tests.support import faults
+from tests.support import faults, latent
 from tests.support.tiny_speculators import Pair, write_prompts
-from tests.support.tiny_targets import FAMILIES, FIRST_WORD, VOCAB, Family, write_family
+from tests.support.tiny_targets import (
+    DRAFT_VOCAB,
+    FAMILIES,
+    FIRST_WORD,
+    HIDDEN,
+    IDS,
+    VOCAB,
+    Family,
+    write_family,
+    write_family_target,
+)
 from tests.support.warm.start import Warm, warm_python
 
 NEW_TOKENS = 8
+#: the row of a target of the family kimi_k25 with a draft of the kind that is published for it
+LATENT = "kimi_k25, its own draft (MLA)"
 
 
 @dataclass
@@ -90,14 +103,41 @@ class TargetPair:
         )
 
 
+class LatentPair(TargetPair):
+    """A draft with latent attention, which is served as it is; its training is the reference forward."""
+
+    def train(self, served: Trace) -> Trace:
+        """Record the reference forward on the tokens of a serve trace."""
+        out = self.folder / f"train-{Path(str(served.path)).stem}.trace"
+        record = find_host("trainer", "reference").record
+        record(target=self.pair.target, draft=self.pair.draft, replay=served.path, out=out, device="cpu")
+        return open_trace(out)
+
+
 def make(name: str, folder: Path, warm: Warm) -> TargetPair:
     """Write a family's pair and deploy its draft."""
-    pair = write_family(name, folder)
-    export(pair.draft, folder / "deployed", target=pair.target)
     draw = np.random.default_rng(3)
     words = [draw.integers(FIRST_WORD, VOCAB, size=length).tolist() for length in (9, 14)]
-    prompts = write_prompts(folder / "prompts.jsonl", words)
-    return TargetPair(name, FAMILIES[name], pair, folder / "deployed", prompts, folder, warm)
+    if name == LATENT:
+        pair = Pair(write_family_target("kimi_k25", folder / "target"), write_latent_draft(folder / "draft"))
+        kind, family, deployed = LatentPair, FAMILIES["kimi_k25"], pair.draft
+    else:
+        pair, deployed = write_family(name, folder), folder / "deployed"
+        export(pair.draft, deployed, target=pair.target)
+        kind, family = TargetPair, FAMILIES[name]
+    return kind(name, family, pair, deployed, write_prompts(folder / "prompts.jsonl", words), folder, warm)
+
+
+def write_latent_draft(folder: Path) -> Path:
+    """Write a draft with latent attention for a target of `tiny_targets` that has some itself."""
+    return latent.write_draft(
+        folder,
+        hidden_size=HIDDEN,
+        vocab_size=VOCAB,
+        draft_vocab_size=DRAFT_VOCAB,
+        # such a target's class takes ids for outputs of layers
+        eagle_config={"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [i - 1 for i in IDS]},
+    )
 
 
 # ---- the table -------------------------------------------------------------------------------------------------------
@@ -105,7 +145,7 @@ def make(name: str, folder: Path, warm: Warm) -> TargetPair:
 
 def row(name: str, folder: Path, warm: Warm) -> list[str]:
     """One family's cells: class, dtype, check, what the healthy diff and the diff of the fault say, seconds."""
-    family, started = FAMILIES[name], time.monotonic()
+    family, started = FAMILIES["kimi_k25" if name == LATENT else name], time.monotonic()
     cells = [f"`{family.architecture}`", family.dtype]
     try:
         one = make(name, folder, warm)
@@ -136,7 +176,7 @@ def main() -> int:
     """Run the families named (all of them without a name), and print a row for each."""
     parser = argparse.ArgumentParser(prog="python -m tests.support.target_pairs", description=__doc__)
     parser.add_argument("families", nargs="*", help="all without a name")
-    names = parser.parse_args().families or list(FAMILIES)
+    names = parser.parse_args().families or [*FAMILIES, LATENT]
     logging.disable(logging.CRITICAL)
     titles = ("family", "class", "dtype", "check", "healthy", "one layer fed", "seconds")
     print(f"| {' | '.join(titles)} |\n|{' --- |' * len(titles)}")

@@ -8,14 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eagle_trace.capture import Rows
-from eagle_trace_analysis.causes.base import (
-    RECORD_VALUES,
-    Cause,
-    Outcome,
-    confirmed,
-    not_tested,
-    ruled_out,
-)
+from eagle_trace_analysis.causes.base import RECORD_VALUES, Cause, Outcome, confirmed, not_tested, ruled_out
 from eagle_trace_analysis.comparison.metrics import relative_error
 from eagle_trace_analysis.comparison.tolerance import UNIT
 from eagle_trace_analysis.evidence.context import Context

@@ -8,15 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from eagle_trace_analysis.causes.base import (
-    RECORD_VALUES,
-    Cause,
-    Outcome,
-    clipped,
-    confirmed,
-    not_tested,
-    ruled_out,
-)
+from eagle_trace_analysis.causes.base import RECORD_VALUES, Cause, Outcome, clipped, confirmed, not_tested, ruled_out
 from eagle_trace_analysis.evidence.context import Context
 from eagle_trace_analysis.evidence.features import Features, channel_error
 from eagle_trace_analysis.evidence.misplaced import misplaced

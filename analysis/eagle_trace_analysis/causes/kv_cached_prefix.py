@@ -6,14 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from eagle_trace_analysis.causes.base import (
-    RECORD_VALUES,
-    Cause,
-    Outcome,
-    confirmed,
-    not_tested,
-    ruled_out,
-)
+from eagle_trace_analysis.causes.base import RECORD_VALUES, Cause, Outcome, confirmed, not_tested, ruled_out
 from eagle_trace_analysis.evidence.context import Context
 from eagle_trace_analysis.evidence.given_keys import errors_over_given, given_by_training
 

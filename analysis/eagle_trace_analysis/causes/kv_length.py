@@ -4,12 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from eagle_trace_analysis.causes.base import (
-    Cause,
-    Hypothesis,
-    Outcome,
-    counterfactual,
-)
+from eagle_trace_analysis.causes.base import Cause, Hypothesis, Outcome, counterfactual
 from eagle_trace_analysis.evidence.context import Context
 from eagle_trace_analysis.replay.attention import View
 from eagle_trace_analysis.replay.replay import Replay, Replayed

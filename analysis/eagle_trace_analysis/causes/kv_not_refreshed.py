@@ -6,13 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from eagle_trace_analysis.causes.base import (
-    Cause,
-    Hypothesis,
-    Outcome,
-    counterfactual,
-    not_tested,
-)
+from eagle_trace_analysis.causes.base import Cause, Hypothesis, Outcome, counterfactual, not_tested
 from eagle_trace_analysis.evidence.context import Context
 from eagle_trace_analysis.replay.attention import View
 from eagle_trace_analysis.replay.replay import Replay, Replayed

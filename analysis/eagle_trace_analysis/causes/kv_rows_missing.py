@@ -6,14 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eagle_trace.reader import Trace
-from eagle_trace_analysis.causes.base import (
-    RECORD_VALUES,
-    Cause,
-    Outcome,
-    confirmed,
-    not_tested,
-    ruled_out,
-)
+from eagle_trace_analysis.causes.base import RECORD_VALUES, Cause, Outcome, confirmed, not_tested, ruled_out
 from eagle_trace_analysis.evidence.context import Context
 from eagle_trace_analysis.evidence.given_keys import errors_over_given, given_by_training
 

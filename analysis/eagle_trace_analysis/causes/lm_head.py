@@ -6,14 +6,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from eagle_trace_analysis.causes.base import (
-    RECORD_VALUES,
-    Cause,
-    Outcome,
-    confirmed,
-    not_tested,
-    ruled_out,
-)
+from eagle_trace_analysis.causes.base import RECORD_VALUES, Cause, Outcome, confirmed, not_tested, ruled_out
 from eagle_trace_analysis.checkpoint.files import StoredTensor
 from eagle_trace_analysis.evidence.context import Context
 from eagle_trace_analysis.replay.replay import Measured, measure

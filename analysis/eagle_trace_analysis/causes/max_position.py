@@ -2,14 +2,7 @@
 
 from __future__ import annotations
 
-from eagle_trace_analysis.causes.base import (
-    RECORD_VALUES,
-    Cause,
-    Outcome,
-    confirmed,
-    not_tested,
-    ruled_out,
-)
+from eagle_trace_analysis.causes.base import RECORD_VALUES, Cause, Outcome, confirmed, not_tested, ruled_out
 from eagle_trace_analysis.comparison.metrics import relative_error
 from eagle_trace_analysis.evidence.context import Context
 from eagle_trace_analysis.replay.replay import Recomputed

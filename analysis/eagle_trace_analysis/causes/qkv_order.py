@@ -9,15 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eagle_trace.families import EAGLE3
-from eagle_trace_analysis.causes.base import (
-    RECORD_VALUES,
-    Cause,
-    Outcome,
-    confirmed,
-    innocent,
-    not_tested,
-    ruled_out,
-)
+from eagle_trace_analysis.causes.base import RECORD_VALUES, Cause, Outcome, confirmed, innocent, not_tested, ruled_out
 from eagle_trace_analysis.evidence.context import Context
 from eagle_trace_analysis.replay.replay import Recomputed, Replay
 from eagle_trace_analysis.tensors.places import match_channels, order_words

@@ -7,13 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from eagle_trace_analysis.causes.base import (
-    Cause,
-    Hypothesis,
-    Outcome,
-    as_trained,
-    counterfactual,
-)
+from eagle_trace_analysis.causes.base import Cause, Hypothesis, Outcome, as_trained, counterfactual
 from eagle_trace_analysis.evidence.context import Context
 from eagle_trace_analysis.evidence.rotation import turned_queries
 from eagle_trace_analysis.replay.replay import Replay, Replayed

@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-from eagle_trace_analysis.causes.base import (
-    Cause,
-    Outcome,
-    confirmed,
-    not_tested,
-    ruled_out,
-)
+from eagle_trace_analysis.causes.base import Cause, Outcome, confirmed, not_tested, ruled_out
 from eagle_trace_analysis.checkpoint.width import has_fc
 from eagle_trace_analysis.evidence.context import Context
 from eagle_trace_analysis.evidence.layers import layer_words, target_layers

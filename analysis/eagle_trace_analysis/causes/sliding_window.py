@@ -6,12 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from eagle_trace_analysis.causes.base import (
-    Cause,
-    Hypothesis,
-    Outcome,
-    counterfactual,
-)
+from eagle_trace_analysis.causes.base import Cause, Hypothesis, Outcome, counterfactual
 from eagle_trace_analysis.comparison.metrics import relative_error
 from eagle_trace_analysis.evidence.context import Context
 from eagle_trace_analysis.replay.attention import View

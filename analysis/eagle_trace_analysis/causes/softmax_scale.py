@@ -9,13 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from eagle_trace_analysis.causes.base import (
-    Cause,
-    Hypothesis,
-    Outcome,
-    as_trained,
-    counterfactual,
-)
+from eagle_trace_analysis.causes.base import Cause, Hypothesis, Outcome, as_trained, counterfactual
 from eagle_trace_analysis.evidence.context import Context
 from eagle_trace_analysis.replay.replay import Recomputed, Replay, Replayed
 

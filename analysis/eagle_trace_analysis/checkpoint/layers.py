@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from eagle_trace_analysis.checkpoint.finding import Finding, failed, passed, skipped, warned
 from eagle_trace_analysis.checkpoint.subject import Subject, named_inputs
 from eagle_trace_analysis.checkpoint.width import feeds_one
@@ -35,6 +37,12 @@ def check_layer_ids(subject: Subject) -> Finding:
     told = _as_the_trainer_counts(subject, given, inputs)
     if told is not None:
         return told
+    return _by_themselves(subject, given, inputs)
+
+
+def _by_themselves(subject: Subject, given: Any, inputs: list[int] | None) -> Finding:
+    """What can be said of the ids where nothing says which were trained."""
+    name = "layer-ids"
     if given is None:
         top = subject.served.get("eagle_aux_hidden_state_layer_ids")
         lost = f" (the top-level {top} is not read)" if top else ""

@@ -43,6 +43,7 @@ class Scan:
     Attributes:
         largest: the largest finite magnitude.
         rows, zero_rows: of a matrix; a vector counts as one row.
+        one_row: a matrix of several rows and columns whose rows are all the same, to the last bit.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Scan:
     largest: float
     rows: int
     zero_rows: int
+    one_row: bool = False
 
 
 def can_scan(tensor: StoredTensor) -> bool:
@@ -70,10 +72,16 @@ def scan(tensor: StoredTensor) -> Scan:
     per_piece = max(budget // max(width, 1), 1) * width
     whole_rows = width <= budget
     nonfinite = zero_rows = top = 0
+    one_row, first = whole_rows and rows > 1 and width > 1, None
     buffer = np.empty(min(per_piece if whole_rows else budget, max(tensor.size, 1)), unsigned)
     for piece in tensor.pieces(len(buffer)):
         magnitudes = np.bitwise_and(piece.view(unsigned), unsigned(mask), out=buffer[: len(piece)])
         highest = int(magnitudes.max())
+        if one_row:
+            bits = piece.view(unsigned)
+            first = bits[:width].copy() if first is None else first
+            # the first column tells most matrices
+            one_row = bool((bits[::width] == first[0]).all() and (bits.reshape(-1, width) == first).all())
         if whole_rows and (magnitudes[::width] == 0).any():
             # only a row that starts with zero can be a zero row
             grid = magnitudes.reshape(-1, width)
@@ -85,7 +93,7 @@ def scan(tensor: StoredTensor) -> Scan:
             magnitudes[bad] = 0
             highest = int(magnitudes.max())
         top = max(top, highest)
-    return Scan(tensor.name, tensor.size, nonfinite, _value(top, tensor.dtype), rows, zero_rows)
+    return Scan(tensor.name, tensor.size, nonfinite, _value(top, tensor.dtype), rows, zero_rows, one_row)
 
 
 def _value(bits: int, dtype: str) -> float:

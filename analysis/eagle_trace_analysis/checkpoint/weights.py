@@ -18,6 +18,8 @@ from eagle_trace_analysis.checkpoint.subject import Subject
 SAMPLE_ROWS, FETCHED_ROWS = 2048, 16
 #: neighbouring rows looked at for being one and the same, and the fewest that prove something
 PAIRS, FEWEST_PAIRS = 64, 8
+#: fewest rows of a head that say which rows of the target's it began as
+FEWEST_ROWS = 32
 
 
 def _rows_of(count: int, *tensors: StoredTensor) -> int:
@@ -50,12 +52,16 @@ def _holds_numbers(tensor: StoredTensor) -> bool:
 
 
 def check_zeros(scans: Mapping[str, Scan]) -> Finding:
-    """Tensors, or many rows of one, that are exactly zero."""
+    """Tensors, or many rows of one, that are exactly zero; matrices that are one row throughout."""
     # a bias may well be zero, and where the engine wants one that was not trained, zeros are right
     judged = {n: s for n, s in scans.items() if not n.endswith(".bias") and s.elements}
     whole = [scan.name for scan in judged.values() if not scan.nonfinite and scan.largest == 0]
     if whole:
         return failed("zeros", "weights-missing", f"all zero: {listed(whole)}", "ship the trained tensors")
+    # scales may well be equal; no training leaves the rows of a matrix alike to the last bit
+    alike = [scan.name for n, scan in judged.items() if scan.one_row and not scan.nonfinite and n.endswith("weight")]
+    if alike:
+        return failed("zeros", "weights-missing", f"one row throughout: {listed(alike)}", "ship the trained tensors")
     # a padding token's row is zero by design, and so may be rows beyond the tokenizer's
     part = [
         f"{s.name} ({s.zero_rows:,} of {s.rows:,} rows)"
@@ -213,6 +219,16 @@ def check_head_rows(subject: Subject) -> Finding:
             name,
             cause,
             f"{own:,} of {of:,} rows compared resemble the target's row at d2t's target id more than the next one",
+        )
+    first, _ = _resembling(head, theirs, np.arange(len(offsets)))
+    if first >= 0.9 * of and of >= FEWEST_ROWS:
+        moved = int(np.flatnonzero(offsets)[0])
+        return failed(
+            name,
+            cause,
+            f"the head's rows are the target's first {len(offsets):,} ({first:,} of {of:,} rows), while d2t maps draft "
+            f"ids elsewhere ({own:,} of {of:,}; first draft id {moved} to {moved + int(offsets[moved])})",
+            "prune the head by d2t: lm_head[d2t + arange(len(d2t))]; or ship the d2t that the head was trained with",
         )
     other, _ = _resembling(head, theirs, offsets)
     if other >= 0.9 * of:

@@ -28,7 +28,8 @@ from eagle_trace_analysis.comparison.compare import Compared, SiteFold
 from eagle_trace_analysis.comparison.fold import Executor, Threads, fold
 from eagle_trace_analysis.comparison.frontier import find_frontier, shape_order
 from eagle_trace_analysis.comparison.metrics import ANY_NUMBERS, IdMetrics, Metrics
-from eagle_trace_analysis.comparison.params import differing, other_form
+from eagle_trace_analysis.comparison.notes import notes_on
+from eagle_trace_analysis.comparison.params import differing
 from eagle_trace_analysis.comparison.prediction import predict
 from eagle_trace_analysis.comparison.result import Diff, Note, SiteResult
 from eagle_trace_analysis.comparison.rowwise import RowFigures
@@ -43,13 +44,11 @@ from eagle_trace_analysis.comparison.words import (
     extent,
     numeric_divergence,
     provenance,
-    some,
     why_no_rows,
 )
 from eagle_trace_analysis.comparison.worst import row_facts
 from eagle_trace_analysis.pairing.align import Alignment, align, not_materialised, replays_another
 from eagle_trace_analysis.pairing.pairs import Pairs
-from eagle_trace_analysis.pairing.ranks import check_ranks
 from eagle_trace_analysis.pairing.roles import Roles, in_order
 
 Results = dict[tuple[str, int], SiteResult]
@@ -382,28 +381,7 @@ class _Comparison:
             self.notes.append(Note("sketch", WORDS))
         if not self.roles.usual:
             self._add_partings()
-        for trace in (self.train, self.serve):
-            if trace.unchecked:
-                text = f"{trace.path} has no checksums ({len(trace.unchecked)} files): damage may go unnoticed"
-                self.notes.append(Note("no-checksums", text))
-            if not trace.sealed:
-                lost = f": {'; '.join(trace.missing[:3])}" if trace.missing else ""
-                self.notes.append(Note("partial", f"{trace.path} was not finished or is damaged{lost}"))
-            if early := trace.manifest.ended_early:
-                self.notes.append(Note("stopped", f"{trace.path}: {early}"))
-            if found := check_ranks(trace):
-                more = f"; and {len(found) - LISTED} more" if len(found) > LISTED else ""
-                text = "; ".join(one.text for one in found[:LISTED])
-                self.notes.append(Note("ranks", f"{trace.path}: ranks differ at {text}{more}"))
-        if wrong := differing(self.train, self.serve):
-            text = f"as loaded, {some([name for name, _, _ in wrong])} in serving are not the trained ones"
-            self.notes.append(Note("parameters", text))
-        if unlike := other_form(self.train, self.serve):
-            text = f"not compared with the trained ones, since they are held in another form: {some(unlike)}"
-            self.notes.append(Note("parameters-form", text))
-        digests = {self.train.manifest.prompts_digest, self.serve.manifest.prompts_digest}
-        if len(digests) > 1 and "" not in digests:
-            self.notes.append(Note("prompts-digest", "the two sides were recorded on different sets of prompts"))
+        self.notes += notes_on(self.train, self.serve)
 
     def _add_partings(self) -> None:
         """Where greedy answers part: at which token, how long they ran together, and that nothing follows from it."""

@@ -145,8 +145,8 @@ class Tipped:
         behind = f", and {len(self.behind)} behind them attend to one" if self.behind else ""
         return (
             f"the target sent {len(self.tipped)} of {self.rows} rows to other experts{behind}: two scores of a router "
-            f"were {ratio:.1f} to {widest:.1f} times as far apart as rounding in {self.dtype} moves them (root {root}, "
-            f"layer {layer}, the least), where it tips about {self.expected:.0f} rows by {TIPS:g} times at most"
+            f"were {ratio:.1f} to {widest:.1f} times as far apart as rounding in {self.dtype} moves them (nearest: root "
+            f"{root}, layer {layer}), which rounding does to about {self.expected:.0f} of these rows"
         )
 
 

@@ -102,7 +102,7 @@ class Alignment:
                 self._topk = self._match(topk_keys(self.train), topk_keys(self.serve))
             pairs = self._topk
         else:
-            pairs = self._match(all_keys(self.train.site_data(site)), all_keys(self.serve.site_data(site)))
+            pairs = self._match(all_keys(self.train, site), all_keys(self.serve, site))
         if (known := known_site(site)) is not None and known.rotated:
             pairs = pairs.without(position_offset(pairs) != 0, "position-offset")
         return pairs.excusing(

@@ -10,7 +10,7 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from eagle_trace.capture import Rows
-from eagle_trace.reader import SiteData, Trace, padded_paths, read_keys
+from eagle_trace.reader import Trace, padded_paths
 from eagle_trace_analysis.pairing.pairs import CODE_OF, UNMATCHED, Int
 
 
@@ -99,8 +99,8 @@ def prompt_keys(train: pd.DataFrame, serve: pd.DataFrame) -> list[str]:
     return list(dict.fromkeys([*train["prompt_key"], *serve["prompt_key"]]))
 
 
-def all_keys(data: list[SiteData]) -> Rows:
-    return Rows.concatenate([read_keys(one) for one in data]) if data else no_rows()
+def all_keys(trace: Trace, site: str) -> Rows:
+    return trace.rows_of(site) if trace.site_data(site) else no_rows()
 
 
 def no_rows() -> Rows:

@@ -110,7 +110,7 @@ class Recorded:
         data = self.data(site)
         if data is None:
             return None
-        rows = read_keys(data)
+        rows = self._rows(site, data)
         found = self._lookup(keys, rows) if cached else lookup(keys, rows)
         present = found >= 0
         values = np.zeros((len(keys), data.width), dtype=np.float32)
@@ -125,7 +125,7 @@ class Recorded:
             data = self.data(site)
             if data is None:
                 return None
-            rows = read_keys(data)
+            rows = self._rows(site, data)
             wanted = np.unique(self.keys.prompt_id)
             here = np.flatnonzero(np.isin(rows.prompt_id, wanted))
             values = to_float32(ValueReader(data, 0).take(here))
@@ -135,12 +135,19 @@ class Recorded:
                 self._prompt_values[site, int(one)] = values[at], kept.take(at)
         return self._prompt_values.get((site, prompt))
 
+    def _rows(self, site: str, data: SiteData) -> Rows:
+        """Keys of all rows of `data`, which the comparison has read where it is all there is of the site."""
+        return self.trace.rows_of(site) if len(self.trace.site_data(site)) == 1 else read_keys(data)
+
     def _lookup(self, keys: Rows, among: Rows) -> Int:
         # most sites hold the same rows, and matching them is not free
         for known, found in self._known:
-            if len(known) == len(among) and all(
-                np.array_equal(getattr(known, name), getattr(among, name))
-                for name in ("prompt_id", "root", "step", "path")
+            if known is among or (
+                len(known) == len(among)
+                and all(
+                    np.array_equal(getattr(known, name), getattr(among, name))
+                    for name in ("prompt_id", "root", "step", "path")
+                )
             ):
                 return found
         found = lookup(keys, among)

@@ -6,11 +6,11 @@ import json
 from collections.abc import Iterator, Sequence
 
 from rich.console import Console
-from rich.padding import Padding
 from rich.text import Text
 
 from eagle_trace.printable import json_text, printable
 from eagle_trace_analysis.checkpoint.finding import CheckResult, Finding, Status
+from eagle_trace_analysis.report.lines import hang, section
 
 #: mark and style of each status; the word itself is always printed, so that nothing hangs on colour
 MARKS = {Status.FAIL: "bold red", Status.WARN: "yellow", Status.PASS: "green", Status.SKIP: "dim"}
@@ -32,9 +32,8 @@ def render_text(result: CheckResult, console: Console) -> None:
         _print_finding(finding, console)
     if result.changes:
         console.print()
-        console.print(Text(f"Changes against {result.reference}", style="bold"))
-        for change in result.changes:
-            console.print(Padding(Text(f"{change.change:8} {change.name}: {change.evidence}"), (0, 0, 0, 2)))
+        changes = [f"{change.change:8} {change.name}: {change.evidence}" for change in result.changes]
+        section(console, f"Changes against {result.reference}", changes)
     console.print()
     console.print(Text(summary(result)))
 
@@ -77,23 +76,9 @@ def _ordered(result: CheckResult) -> Iterator[Finding]:
 
 
 def _print_finding(finding: Finding, console: Console) -> None:
-    line = Text()
-    line.append(f"{finding.status.value:5}", style=MARKS[finding.status])
-    line.append(f"{finding.name:{NAME_WIDTH}}", style="bold" if finding.fix else "")
-    line.append(printable(finding.evidence))
-    # wrapped lines hang under the evidence
-    indent = 5 + NAME_WIDTH
-    wrapped = line.wrap(console, max(console.width, indent + 30))
-    if len(wrapped) > 1:
-        body = Text(printable(finding.evidence)).wrap(console, max(console.width - indent, 30))
-        for number, part in enumerate(body):
-            head = line[:indent] if number == 0 else Text(" " * indent)
-            part.rstrip()
-            console.print(head + part, soft_wrap=True)
-    else:
-        console.print(line, soft_wrap=True)
+    head = Text(f"{finding.status.value:5}", style=MARKS[finding.status])
+    head.append(f"{finding.name:{NAME_WIDTH}}", style="bold" if finding.fix else "")
+    hang(console, finding.evidence, head)
     if finding.fix:
         cause = f" [{finding.cause}]" if finding.cause else ""
-        for part in Text(printable(f"fix{cause}: {finding.fix}")).wrap(console, max(console.width - indent, 30)):
-            part.rstrip()
-            console.print(Text(" " * indent) + part, soft_wrap=True)
+        hang(console, f"fix{cause}: {finding.fix}", " " * head.cell_len)

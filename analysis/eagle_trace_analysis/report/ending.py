@@ -16,6 +16,7 @@ from eagle_trace.printable import printable
 from eagle_trace.reader import Trace
 from eagle_trace_analysis.comparison.result import AcceptLength, Diff
 from eagle_trace_analysis.diagnosis.diagnose import CauseVerdict, Diagnosis
+from eagle_trace_analysis.report.lines import LEAST, wrapped
 
 #: lines of the ending, and what of a cause is said in it
 MOST_LINES = 12
@@ -112,10 +113,10 @@ def _cut(text: str, console: Console, most: int, *, style: str = "", indent: int
     """`text` in at most `most` lines, with dots where it goes on."""
     if most < 1:
         return []
-    width = max(30, console.width - indent)
-    parts = [part.plain.rstrip() for part in Text(printable(text)).wrap(console, width)]
+    parts = wrapped(console, text, indent)
     if len(parts) > most:
-        parts = [*parts[: most - 1], f"{parts[most - 1][: width - 4].rstrip()} ..."]
+        room = max(LEAST, console.width - indent) - 4
+        parts = [*parts[: most - 1], f"{parts[most - 1][:room].rstrip()} ..."]
     return [Text(" " * indent) + Text(part, style=style) for part in parts]
 
 

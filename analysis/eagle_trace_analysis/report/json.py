@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import math
-from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from eagle_trace.printable import json_text
 from eagle_trace_analysis.comparison.result import AcceptLength, Diff, Divergence, SiteResult
 from eagle_trace_analysis.pairing.pairs import Coverage
 from eagle_trace_analysis.replay.replay import Measured, Replayed
+from eagle_trace_analysis.report.strict import strict, strict_text
 
 FORMAT_VERSION = 2
 
@@ -47,7 +44,7 @@ def to_json(diff: Diff) -> dict[str, Any]:
         "sites": [_site(result) for result in diff.sites],
         "traces": {side: dict(facts) for side, facts in diff.traces.items()},
     }
-    return _strict(data)  # type: ignore[no-any-return]
+    return strict(data)  # type: ignore[no-any-return]
 
 
 def _gate(diff: Diff) -> dict[str, Any] | None:
@@ -56,7 +53,7 @@ def _gate(diff: Diff) -> dict[str, Any] | None:
 
 def to_json_text(diff: Diff) -> str:
     """`to_json` as text, ending in a newline."""
-    return json_text(json.dumps(to_json(diff), indent=1, ensure_ascii=False, allow_nan=False)) + "\n"
+    return strict_text(to_json(diff))
 
 
 def _role(diff: Diff, today: str) -> dict[str, Any]:
@@ -172,13 +169,3 @@ def _site(result: SiteResult) -> dict[str, Any]:
         if tolerance
         else None,
     }
-
-
-def _strict(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
-    if isinstance(value, Mapping):
-        return {str(key): _strict(one) for key, one in value.items()}
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return [_strict(one) for one in value]
-    return value

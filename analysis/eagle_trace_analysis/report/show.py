@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -12,9 +10,9 @@ import pyarrow.compute as pc
 
 from eagle_trace.capture import Rows
 from eagle_trace.errors import UsageError
-from eagle_trace.printable import json_text
 from eagle_trace.reader import SketchReader, Trace, ValueReader, read_keys, read_statistics
 from eagle_trace_analysis.pairing.tokens import TokenNames
+from eagle_trace_analysis.report.strict import strict_text
 
 FORMAT_VERSION = 1
 _PROMPTS = 8
@@ -214,14 +212,4 @@ def _key(keys: Rows, index: int, names: TokenNames) -> dict[str, Any]:
 
 def to_json_text(data: Mapping[str, Any]) -> str:
     """`summary` or `row` as strict JSON; a number that is not finite is a string."""
-    return json_text(json.dumps(_strict(data), indent=1, ensure_ascii=False, allow_nan=False)) + "\n"
-
-
-def _strict(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
-    if isinstance(value, Mapping):
-        return {str(key): _strict(one) for key, one in value.items()}
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return [_strict(one) for one in value]
-    return value
+    return strict_text(data)

@@ -10,12 +10,12 @@ from typing import Any
 
 from rich.cells import cell_len
 from rich.console import Console
-from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 from eagle_trace.printable import printable
 from eagle_trace.terminal import PlainConsole
+from eagle_trace_analysis.report.lines import hang
 
 WIDTH = 80
 _ELEMENTS = 8
@@ -182,7 +182,7 @@ def _section(console: Console, title: str, lines: Sequence[str | Sequence[str]])
     console.print(Text(title, style="bold"))
     for line in lines:
         if isinstance(line, str):
-            console.print(Padding(Text(printable(line)), (0, 0, 0, 2)))
+            hang(console, line)
             continue
         for part in _filled(line, console.width - 2):
             console.print(Text(f"  {part}"), soft_wrap=True)

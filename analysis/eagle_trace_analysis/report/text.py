@@ -8,7 +8,6 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from rich.console import Console
-from rich.padding import Padding
 from rich.text import Text
 
 from eagle_trace.printable import printable
@@ -19,6 +18,7 @@ from eagle_trace_analysis.diagnosis.diagnose import Diagnosis
 from eagle_trace_analysis.pairing.pairs import Coverage, skipped_because
 from eagle_trace_analysis.pairing.roles import Roles
 from eagle_trace_analysis.report.ending import STYLE, ending, holds_all
+from eagle_trace_analysis.report.lines import section
 from eagle_trace_analysis.report.site_table import print_sites
 from eagle_trace_analysis.report.verdicts import print_confirmed, print_rest, replay_lines
 
@@ -152,7 +152,9 @@ def _said_already(diff: Diff) -> bool:
 
 def _sections(console: Console, sections: Iterable[tuple[str, list[str]]], roles: Roles) -> None:
     for title, lines in sections:
-        _section(console, title, [roles.say(line) for line in lines])
+        if lines:
+            section(console, title, map(roles.say, lines))
+            console.print()
 
 
 def _by_itself(diff: Diff, diagnosis: Diagnosis) -> list[str]:
@@ -332,15 +334,6 @@ def _accept_length(accept: AcceptLength) -> list[str]:
             f"training would have had more accepted in {accept.better} of the server's rounds, fewer in {accept.worse}"
         )
     return lines
-
-
-def _section(console: Console, title: str, lines: list[str]) -> None:
-    if not lines:
-        return
-    console.print(Text(title, style="bold"))
-    for line in lines:
-        console.print(Padding(_printable(Text(line)), (0, 0, 0, 2)))
-    console.print()
 
 
 def _fit(line: Text, width: int) -> Text:

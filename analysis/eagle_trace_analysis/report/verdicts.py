@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from rich.console import Console
 from rich.text import Text
 
-from eagle_trace.printable import printable
 from eagle_trace_analysis.diagnosis.diagnose import CauseVerdict, Diagnosis
 from eagle_trace_analysis.pairing.roles import Roles
 from eagle_trace_analysis.replay.replay import Replayed
+from eagle_trace_analysis.report.lines import INDENT, hang, section
 
-INDENT, NAME_WIDTH = 2, 26
+NAME_WIDTH = 26
 
 
 def print_confirmed(diagnosis: Diagnosis, console: Console) -> None:
@@ -20,14 +20,12 @@ def print_confirmed(diagnosis: Diagnosis, console: Console) -> None:
     for number, one in enumerate(diagnosis.confirmed, start=1):
         title = f"cause {number}: " if len(diagnosis.confirmed) > 1 else "cause: "
         console.print(Text(f"{title}{one.cause}", style="bold red"))
-        _wrapped(console, one.evidence)
-        _wrapped(console, f"fix: {one.fix}", style="bold")
+        hang(console, one.evidence)
+        hang(console, f"fix: {one.fix}", style="bold")
         console.print()
     if diagnosis.unexplained:
         title = "not explained by it" if diagnosis.confirmed else "no known cause explains it"
-        console.print(Text(title, style="bold"))
-        for line in diagnosis.unexplained:
-            _wrapped(console, line)
+        section(console, title, diagnosis.unexplained)
         console.print()
 
 
@@ -42,19 +40,21 @@ def print_rest(diagnosis: Diagnosis, console: Console, *, whole: bool, roles: Ro
     if out:
         console.print(Text(f"ruled out ({len(out)})", style="bold"))
         for one in out:
-            _row(console, one.cause, one.evidence)
+            hang(console, one.evidence, _named(one))
         console.print()
     if left:
         console.print(Text(f"not tested ({len(left)})", style="bold"))
         for one in left:
-            _row(console, one.cause, _untested(one))
+            hang(console, _untested(one), _named(one))
         console.print()
     lines = list(replay_lines(diagnosis.replay))
     if lines:
-        console.print(Text("every step by itself", style="bold"))
-        for line in lines:
-            _wrapped(console, roles.say(line) if roles is not None else line)
+        section(console, "every step by itself", [roles.say(line) if roles is not None else line for line in lines])
         console.print()
+
+
+def _named(one: CauseVerdict) -> str:
+    return f"{' ' * INDENT}{one.cause:{NAME_WIDTH}}"
 
 
 def _untested(one: CauseVerdict) -> str:
@@ -86,15 +86,3 @@ def replay_lines(replay: tuple[Replayed, ...]) -> Iterator[str]:
             f"the error that follows the inputs, as a fault's does and rounding does not, is at most {share:.1e} "
             f"({worst.site}, step {worst.step}; {limit:.1e} allowed)"
         )
-
-
-def _row(console: Console, name: str, text: str) -> None:
-    room = max(30, console.width - INDENT - NAME_WIDTH)
-    for number, part in enumerate(Text(printable(text)).wrap(console, room)):
-        head = f"{name:{NAME_WIDTH}}" if number == 0 else " " * NAME_WIDTH
-        console.print(Text(" " * INDENT + head) + part, soft_wrap=True)
-
-
-def _wrapped(console: Console, text: str, style: str = "") -> None:
-    for part in Text(printable(text)).wrap(console, max(30, console.width - INDENT)):
-        console.print(Text(" " * INDENT) + Text(part.plain.rstrip(), style=style), soft_wrap=True)

@@ -24,22 +24,28 @@ OF = {
 
 def test_speculators_own_folder_is_said_to_be_that() -> None:
     said = chosen(HOSTS["speculators"], DRAFT, named=False)
-    assert said == "the forward is that of speculators: the folder is one that speculators saved; --host takes another"
+    assert (
+        said
+        == "the forward is that of speculators, since the folder is one that speculators saved (--host takes another)"
+    )
 
 
 @pytest.mark.parametrize("title", OF)
 def test_a_flat_folder_is_said_to_be_the_reason_and_another_trainer_is_named(title: str, tmp_path: Path) -> None:
     said = chosen(HOSTS["specforge"], OF[title].write(tmp_path)[0], named=False)
-    assert said.startswith("the forward is that of SpecForge: the folder is flat, in the format that servers load;")
+    assert said.startswith(
+        "the forward is that of SpecForge, since the folder is flat, in the format that servers load ("
+    )
     assert (f"the folder was written by {title}" in said) == (title != "SpecForge")
     assert (f"what {title} computes otherwise is not seen" in said) == (title != "SpecForge")
 
 
 def test_a_host_that_was_named_is_the_reason_itself(tmp_path: Path) -> None:
     said = chosen(HOSTS["specforge"], tmp_path, named=True)
-    assert said == "the forward is that of SpecForge: --host specforge says so"
+    assert said == "the forward is that of SpecForge, since --host specforge says so"
 
 
 def test_a_latent_draft_comes_with_why_no_trainer_is_recorded(tmp_path: Path) -> None:
     said = chosen(HOSTS["reference"], write_draft(tmp_path / "draft"), named=False)
-    assert said.startswith("the forward is that of eagle-trace's own reference forward: its attention is latent (MLA)")
+    latent = "its attention is latent (MLA), which no trainer that can be recorded has"
+    assert said == f"the forward is that of eagle-trace's own reference, since {latent}"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,7 +12,10 @@ import pytest
 
 from eagle_trace.demo import prompts_file
 from eagle_trace.errors import HostError
+from eagle_trace.manifest import Manifest
+from eagle_trace.store import open_store
 from eagle_trace_serving import process, server
+from eagle_trace_serving.answers import Ended
 from eagle_trace_sglang.host import HOST as SGLANG
 from eagle_trace_vllm.host import HOST as VLLM
 from tests.support import checkpoints as make
@@ -48,3 +53,35 @@ def test_of_a_wrong_argument_the_error_is_quoted_and_not_the_usage() -> None:
     # what only looks like it stays
     for lines in (before, [*before, "Traceback", error], ["no usage", error], []):
         assert process._without_usage(lines) == lines
+
+
+def gone(*_: Any) -> Any:
+    raise HostError("the server does not answer")
+
+
+def hangs(*_: Any) -> Any:
+    threading.Event().wait()
+
+
+@pytest.mark.parametrize(
+    ("finish", "kept", "left"),
+    [
+        (lambda *_: SimpleNamespace(last=Ended("sealed", rows=3)), True, ["manifest.json"]),
+        (lambda *_: SimpleNamespace(last=Ended("sealed")), False, []),
+        (lambda *_: SimpleNamespace(last=Ended("failed", rows=3)), False, ["manifest.json"]),
+        (gone, False, ["manifest.json"]),
+        (hangs, False, ["manifest.json"]),
+    ],
+)
+def test_an_interruption_waits_for_the_seal_and_neither_for_a_server_that_is_gone_nor_for_one_that_hangs(
+    finish: Any, kept: bool, left: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "KEEP_SECONDS", 0.1)
+    out, interrupt = tmp_path / "out", KeyboardInterrupt()
+    out.mkdir()
+    Manifest("serve", "values", "sglang").write(open_store(out), "manifest.json")
+    asked = server.Server.__new__(server.Server)
+    asked._remote = SimpleNamespace(finish=finish)  # type: ignore[assignment]
+    asked._keep(out, interrupt)
+    assert getattr(interrupt, "__notes__", []) == [f"what was recorded up to here is sealed in {out}"] * kept
+    assert [path.name for path in out.iterdir()] == left

@@ -12,6 +12,7 @@ import pytest
 
 from eagle_trace.errors import OutputExistsError, UsageError
 from eagle_trace.monitor import options_of
+from eagle_trace.recording.wanted import Wanted
 from eagle_trace.selection import Selection
 from eagle_trace_training import arm
 from eagle_trace_training.command import SHIM, record_command
@@ -43,8 +44,8 @@ def python(code: str, *search: str, **variables: str) -> subprocess.CompletedPro
 
 def test_what_is_asked_survives_the_environment() -> None:
     selection = Selection(("fc.*", "logits"), ((0, 8), (9, None)), ((0, 1),), ())
-    asked = {"out": Path("/x/t.trace"), "batches": 3, "level": "stats", "max_bytes": None, "first_token": 0}
-    found = arm._options(arm.environment(asked | {"selection": selection}))
+    wanted = Wanted(level="stats", selection=selection)
+    found = arm._options(arm.environment(wanted, out=Path("/x/t.trace"), batches=3, first_token=0))
     assert found == {"out": "/x/t.trace", "batches": 3, "level": "stats", "first_token": 0, "selection": selection}
 
 

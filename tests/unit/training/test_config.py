@@ -37,8 +37,8 @@ TAKEN = {
 REFUSED: dict[Any, list[Any]] = {
     COUNT: [0, -1, 1.5, True, "8", [8], 10**30],
     FLAG: ["no", "true", 2, [], {"a": 1}],
-    NOT_NEGATIVE: [-1e-9, "1e-5", float("nan"), float("inf"), True, []],
-    POSITIVE: [0, -2.0, "4", float("inf"), {}],
+    NOT_NEGATIVE: [-1e-9, 1e39, "1e-5", float("nan"), float("inf"), True, []],
+    POSITIVE: [0, 10**400, -2.0, "4", float("inf"), {}],
     OBJECT: ["yarn", 3, [4.0]],
 }
 PLACES = [((key,), judge) for key, judge in KEYS.items()] + [
@@ -63,7 +63,7 @@ def test_a_value_that_nothing_can_be_computed_with_is_named_with_its_key(place: 
         assert len(said) < 160
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.dictionaries(st.sampled_from([*KEYS, "rope_scaling", "other"]), ANY | st.dictionaries(st.text(), ANY)))
 def test_whatever_a_config_holds_is_judged_without_a_traceback(config: dict[str, Any]) -> None:
     with suppress(CheckpointError):

@@ -124,6 +124,22 @@ TENSOR_FAULTS: list[tuple[str, Harm, str, str, str, Status]] = [
         Status.FAIL,
     ),
     (
+        "constant matrix",
+        put("fc.weight", np.ones_like),
+        "zeros",
+        "weights-missing",
+        "one row throughout: fc.weight",
+        Status.FAIL,
+    ),
+    (
+        "one row",
+        put("layers.0.mlp.up_proj.weight", lambda one: np.broadcast_to(one[3], one.shape).copy()),
+        "zeros",
+        "weights-missing",
+        "one row throughout: layers.0.mlp.up_proj.weight",
+        Status.FAIL,
+    ),
+    (
         "d2t absolute",
         put("d2t", lambda d: d + OWN),
         "d2t",

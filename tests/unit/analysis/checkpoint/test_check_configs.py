@@ -174,6 +174,28 @@ def test_head_rows_tell_ids_from_offsets_without_t2d(healthy: Folders, tmp_path:
     assert named(result, "head-rows").cause == "d2t-absolute"
 
 
+@pytest.mark.parametrize("moved", [0.0, 0.3])
+def test_a_head_of_the_targets_first_rows_under_a_d2t_that_maps_elsewhere_is_named(
+    moved: float, healthy: Folders, tmp_path: Path
+) -> None:
+    tensors = make.draft_tensors()
+    theirs = make.target_tensors()["lm_head.weight"][: make.DRAFT_VOCABULARY].astype(np.float32)
+    noise = np.random.default_rng(2).standard_normal(theirs.shape).astype(np.float32)
+    tensors["lm_head.weight"] = (theirs + moved * theirs.std() * noise).astype(tensors["lm_head.weight"].dtype)
+    draft = make.write_checkpoint(tmp_path, make.speculators_config(), tensors)
+    result = check(draft, target=healthy.target)
+    assert set(troubles(result)) == {"head-rows"}
+    assert "the head's rows are the target's first" in named(result, "head-rows").evidence
+
+
+def test_a_head_of_one_row_is_named(tmp_path: Path) -> None:
+    tensors = make.draft_tensors()
+    tensors["lm_head.weight"] = np.broadcast_to(tensors["lm_head.weight"][5], tensors["lm_head.weight"].shape).copy()
+    result = check(make.write_checkpoint(tmp_path, make.speculators_config(), tensors))
+    assert "one row throughout: lm_head.weight" in named(result, "zeros").evidence
+    assert named(result, "zeros").status is Status.FAIL
+
+
 def test_a_file_the_index_does_not_name_is_a_warning(healthy: Folders, tmp_path: Path) -> None:
     draft = make.write_checkpoint(tmp_path, flat_config(healthy), make.draft_tensors(), shards=2)
     make.write_safetensors(tmp_path / "extra.safetensors", {"fc.weight": np.ones((2, 2), np.float32)})
