@@ -35,7 +35,7 @@ from eagle_trace_analysis.comparison.result import Diff, Note, SiteResult
 from eagle_trace_analysis.comparison.rowwise import RowFigures
 from eagle_trace_analysis.comparison.site import site_fold
 from eagle_trace_analysis.comparison.sketch import WORDS, widened
-from eagle_trace_analysis.comparison.tipped import Tipped, beside_tipped
+from eagle_trace_analysis.comparison.tipped import Tipped, beside_tipped, left_out
 from eagle_trace_analysis.comparison.tolerance import FACTOR, Tolerances
 from eagle_trace_analysis.comparison.topk import check_topk
 from eagle_trace_analysis.comparison.words import (
@@ -355,7 +355,7 @@ class _Comparison:
             text += f"({at.site}, step {at.step}; {allowed:.2g} allowed)"
             self.benign.append(Note("rounding", text))
         if self.tipped is not None and self.tipped.verdict == "excused":
-            text = f"{self.tipped.text}; what follows from them is left out"
+            text = f"{self.tipped.text}; {left_out(results.values())}"
             self.benign.append(Note("router-tipped", text))
         steps = self.alignment.rows.train_keys.step[self.alignment.rows.train]
         if len(steps) and not steps.any() and self.serve.rows.step.any():

@@ -145,8 +145,8 @@ class Tipped:
         behind = f", and {len(self.behind)} behind them attend to one" if self.behind else ""
         return (
             f"the target sent {len(self.tipped)} of {self.rows} rows to other experts{behind}: two scores of a router "
-            f"were {ratio:.1f} to {widest:.1f} times as far apart as rounding in {self.dtype} moves them (nearest: root "
-            f"{root}, layer {layer}), which rounding does to about {self.expected:.0f} of these rows"
+            f"were {ratio:.1f} to {widest:.1f} times as far apart as rounding in {self.dtype} moves them (nearest: "
+            f"root {root}, layer {layer}), and rounding tips about {self.expected:.0f} of these rows"
         )
 
 
@@ -213,6 +213,17 @@ def beside_tipped(
         why = f"without the {len(found.left_out)} rows that may have tipped, {left.site} still differs"
         return results, replace(found, verdict="other", why=f"{why} ({left.divergence.why})")
     return results | judged, found
+
+
+def left_out(results: Iterable[SiteResult]) -> str:
+    """How many rows follow from those that tipped, and are not compared, in words."""
+    counts = [
+        (skipped, one.site, one.step, one.coverage.matched + skipped)
+        for one in results
+        if one.coverage is not None and (skipped := one.coverage.skipped_train.get(SKIPPED, 0))
+    ]
+    most, site, step, rows = max(counts)
+    return f"what follows from them is not compared, at most {most} of {rows} rows ({site}, step {step})"
 
 
 def _by_values(one: SiteResult) -> bool:
