@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from eagle_trace_analysis.causes.base import Cause, Outcome, confirmed, not_tested, ruled_out
 from eagle_trace_analysis.comparison.tipped import TIPS
 from eagle_trace_analysis.evidence.context import Context
@@ -18,7 +20,9 @@ def check(context: Context) -> Outcome:
     if found is None:
         return _of_no_rows(context)
     if found.verdict == "unread":
-        return not_tested(found.why, "record both sides in float32, where no two scores are that near")
+        return not_tested(
+            found.why, "record both sides in one precision: in float32 hardly any two scores are that near"
+        )
     if found.verdict == "other":
         return ruled_out(found.why)
     if found.verdict == "excused":
@@ -33,7 +37,7 @@ def _of_no_rows(context: Context) -> Outcome:
     if not wrong:
         return ruled_out("no feature of the target differs")
     routers = context.train.manifest.settings.get("routers")
-    if routers is None:
+    if not isinstance(routers, Mapping):
         return not_tested(
             "the train trace says nothing of the target's routers", "record the training side with --features compute"
         )

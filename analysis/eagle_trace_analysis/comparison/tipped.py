@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import erfc, exp, lgamma, log
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,7 +37,7 @@ from eagle_trace.reader import Trace
 from eagle_trace.sites import Site
 from eagle_trace_analysis.comparison.metrics import Metrics
 from eagle_trace_analysis.comparison.result import SiteResult
-from eagle_trace_analysis.comparison.tolerance import sources
+from eagle_trace_analysis.comparison.tolerance import UNIT, sources
 from eagle_trace_analysis.pairing.pairs import Pairs
 
 Int = NDArray[np.int64]
@@ -77,8 +77,9 @@ class Margins:
     @classmethod
     def read(cls, train: Trace) -> Margins | None:
         """Those of a trace; None if it measured none, or has no layer with experts below its features."""
-        said, ids = train.manifest.settings.get("routers"), train.manifest.draft.get("layer_ids")
-        if not isinstance(said, Mapping) or not ids or not (said.get("read") or said.get("unread")):
+        said, ids = train.manifest.settings.get("routers"), _numbers(train.manifest.draft.get("layer_ids"))
+        unread = _numbers(said.get("unread")) if isinstance(said, Mapping) else ()
+        if not isinstance(said, Mapping) or not ids or not (said.get("read") or unread):
             return None
         table = train.table("routing")
         prompt, root, layer, gap, noise = (
@@ -87,7 +88,7 @@ class Margins:
         cuts: dict[Row, list[tuple[int, float]]] = {}
         for p, r, n, g, s in zip(prompt, root, layer, gap, noise, strict=True):
             cuts.setdefault((p, r), []).append((n, g / s if s > 0 else float("inf")))
-        return cls(cuts, tuple(said.get("unread") or ()), tuple(int(i) for i in ids))
+        return cls(cuts, unread, ids)
 
     def tipping(self, row: Row, below: int) -> int | None:
         """The lowest layer below `below` at which a row may have tipped."""
@@ -108,7 +109,8 @@ class Tipped:
 
     Attributes:
         verdict: ``excused`` (left out, and what is left agrees), ``many`` (they explain the features, but too few rows
-            would be left), ``other`` (they do not explain them), ``unread`` (not all routers were read).
+            would be left), ``other`` (they do not explain them), ``unread`` (not all routers were read, or not in this
+            precision).
         site: the first feature that differs.
         tipped: rows that went to other experts, with the layer and gap / noise.
         behind: rows behind them, which attend to them above that layer.
@@ -175,6 +177,7 @@ Judge = Callable[[Mapping[str, Pairs]], Results]
 def beside_tipped(
     train: Trace,
     sites: Sequence[Site],
+    dtype: str,
     results: Results,
     errors: Callable[[str], tuple[Pairs, Float64]],
     judge: Judge,
@@ -184,6 +187,7 @@ def beside_tipped(
     Args:
         train: the reference.
         sites: of the pair, in forward order.
+        dtype: the lower precision of the two sides.
         results: of all sites.
         errors: pairs of a site, and the error of each.
         judge: compares sites again.
@@ -191,7 +195,7 @@ def beside_tipped(
     Returns:
         The results, and what the margins say; None where features agree or no margins were measured.
     """
-    margins = Margins.read(train)
+    margins = Margins.read(train) if any(map(_by_values, results.values())) else None
     if margins is None:
         return results, None
     flow = _Flow(sites)
@@ -200,11 +204,15 @@ def beside_tipped(
     features = _features(margins, results, errors)
     if not features or not any(map(_by_values, wrong)) or not all(map(_by_values, given)):
         return results, None
-    found = _explained(margins, features, (given or wrong)[0].site)
+    own, site = train.manifest.dtype, (given or wrong)[0].site
+    if UNIT.get(dtype, 1.0) > UNIT.get(own, 1.0):
+        why = f"the margins of the target's routers were measured in {own}, and one side computes in {dtype}"
+        return results, Tipped("unread", site, why=why) if given else None
+    found = _explained(margins, features, site)
     if not given and not found.tipped:
         # rows that tip may be within a floor in which they tipped as well, while what is made of them is not
         return results, None
-    found = replace(found, dtype=train.manifest.dtype)
+    found = replace(found, dtype=own)
     if found.verdict != "excused":
         return results, found
     judged = _judged_anew(flow, results, found, lambda site: errors(site)[0], judge)
@@ -213,6 +221,12 @@ def beside_tipped(
         why = f"without the {len(found.left_out)} rows that may have tipped, {left.site} still differs"
         return results, replace(found, verdict="other", why=f"{why} ({left.divergence.why})")
     return results | judged, found
+
+
+def _numbers(value: Any) -> tuple[int, ...]:
+    """A list of a manifest that should hold whole numbers; none if it is something else."""
+    found = tuple(value) if isinstance(value, list) else ()
+    return found if all(isinstance(one, int) for one in found) else ()
 
 
 def left_out(results: Iterable[SiteResult]) -> str:
@@ -262,12 +276,15 @@ def _explained(margins: Margins, features: Sequence[_Feature], site: str) -> Tip
                 narrow = margins.narrowest(row, one.layer)
                 if narrow is not None:
                     tipped.setdefault(row, narrow)
+    before: dict[int, list[tuple[int, int]]] = {}
+    for (prompt, root), layer in started.items():
+        before.setdefault(prompt, []).append((root, layer))
     behind: set[Row] = set()
     for one in features:
         for row, error in one.error.items():
             if error <= one.moved or margins.tipping(row, one.layer) is not None:
                 continue
-            if any(p == row[0] and r < row[1] and layer + 2 <= one.layer for (p, r), layer in started.items()):
+            if any(root < row[1] and layer + 2 <= one.layer for root, layer in before.get(row[0], ())):
                 behind.add(row)
             elif error > one.allowed:
                 narrow = margins.narrowest(row, one.layer)

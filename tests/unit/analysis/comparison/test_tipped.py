@@ -207,6 +207,14 @@ def test_what_is_made_of_features_that_agree_is_not_excused_without_a_row_that_t
     assert verdict_of(found).evidence == "no feature of the target differs"
 
 
+def test_margins_of_another_precision_say_nothing(compared: Callable[..., Diff]) -> None:
+    found = compared([(1, 4, 3, 0.2)], [(1, 4, 1, 1.0)], Side("serve", dtype="bfloat16"))
+    assert found.verdict == "diverged"
+    verdict = verdict_of(found)
+    assert verdict.verdict == "not_tested"
+    assert "measured in float32, and one side computes in bfloat16" in verdict.evidence
+
+
 def test_of_features_that_agree_no_row_is_left_out(compared: Callable[..., Diff]) -> None:
     found = compared([(1, 4, 3, 0.2)], [])
     assert found.verdict == "agree"
