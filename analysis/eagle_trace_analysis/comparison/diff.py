@@ -255,7 +255,9 @@ class _Comparison:
             results["position", step] = result
         sites = [site for site in self.sites if site.kind == "value" and site.name not in faults]
         results |= self._compare_values(sites)
-        results, self.tipped = beside_tipped(self.train, self.sites, results, self.figures.errors, self._judged_again)
+        results, self.tipped = beside_tipped(
+            self.train, self.sites, self.tolerances.dtype, results, self.figures.errors, self._judged_again
+        )
         if self.level != "shapes" and not set(TOPK_SITES) & set(faults) and self._both_have(TOPK_SITES[0]):
             wrong = [
                 step for (site, step), result in results.items() if site == "logits" and result.verdict == "diverged"
