@@ -9,7 +9,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eagle_trace.capture import LEVELS
-from eagle_trace.errors import IncomparableError
 from eagle_trace.reader import Trace
 from eagle_trace.sites import TOPK_SITES, Site, family_of, sites_of
 from eagle_trace_analysis.comparison.acceptance import accept_length, contradiction
@@ -23,6 +22,7 @@ from eagle_trace_analysis.comparison.checks import (
     dtype_notes,
     row_key,
     shapes_of,
+    trace_notes,
 )
 from eagle_trace_analysis.comparison.compare import Compared, SiteFold
 from eagle_trace_analysis.comparison.fold import Executor, Threads, fold
@@ -35,7 +35,7 @@ from eagle_trace_analysis.comparison.rowwise import RowFigures
 from eagle_trace_analysis.comparison.site import site_fold
 from eagle_trace_analysis.comparison.sketch import WORDS, widened
 from eagle_trace_analysis.comparison.tipped import Tipped, beside_tipped
-from eagle_trace_analysis.comparison.tolerance import FACTOR, Tolerances
+from eagle_trace_analysis.comparison.tolerance import FACTOR, Tolerances, check_floors
 from eagle_trace_analysis.comparison.topk import check_topk
 from eagle_trace_analysis.comparison.words import (
     LISTED,
@@ -49,7 +49,6 @@ from eagle_trace_analysis.comparison.words import (
 from eagle_trace_analysis.comparison.worst import row_facts
 from eagle_trace_analysis.pairing.align import Alignment, align, not_materialised, replays_another
 from eagle_trace_analysis.pairing.pairs import Pairs
-from eagle_trace_analysis.pairing.ranks import check_ranks
 from eagle_trace_analysis.pairing.roles import Roles, in_order
 
 Results = dict[tuple[str, int], SiteResult]
@@ -96,19 +95,10 @@ def diff(
     train, serve = in_order(reference, other)
     check_families(train, serve)
     if floors is not None:
-        _check_floors(train, floors)
+        check_floors(train, floors)
     comparison = _Comparison(train, serve, executor or Threads(), floors, tolerance)
     found = comparison.run(minimum_share)
     return replace(found.roles.said(found), figures=comparison.figures)
-
-
-def _check_floors(train: Trace, floors: Trace) -> None:
-    if floors.table("floors").num_rows == 0:
-        raise IncomparableError(
-            f"{floors.path} holds no rounding floors to lend: give the trace of a training (record --mode train)"
-        )
-    if train.table("floors").num_rows:
-        raise IncomparableError(f"{train.path} has measured floors of its own: leave --floors out")
 
 
 class _Comparison:
@@ -328,9 +318,7 @@ class _Comparison:
         exceeded = tolerance.exceeded(metrics)
         divergence = None
         if metrics.nonfinite_train or metrics.nonfinite_serve or exceeded:
-            facts = row_facts(
-                self.train, self.serve, name, pairs, found.worst, found.worst_rows, found.worst_statistics
-            )
+            facts = row_facts(self.train, self.serve, name, pairs, found.worst, found.worst_rows, found.statistics)
             row = row_key(self.alignment, pairs, found.worst)
             divergence = numeric_divergence(name, step, metrics, tolerance, exceeded)
             divergence = replace(divergence, train=facts[0], serve=facts[1], row=row)
@@ -382,19 +370,7 @@ class _Comparison:
             self.notes.append(Note("sketch", WORDS))
         if not self.roles.usual:
             self._add_partings()
-        for trace in (self.train, self.serve):
-            if trace.unchecked:
-                text = f"{trace.path} has no checksums ({len(trace.unchecked)} files): damage may go unnoticed"
-                self.notes.append(Note("no-checksums", text))
-            if not trace.sealed:
-                lost = f": {'; '.join(trace.missing[:3])}" if trace.missing else ""
-                self.notes.append(Note("partial", f"{trace.path} was not finished or is damaged{lost}"))
-            if early := trace.manifest.ended_early:
-                self.notes.append(Note("stopped", f"{trace.path}: {early}"))
-            if found := check_ranks(trace):
-                more = f"; and {len(found) - LISTED} more" if len(found) > LISTED else ""
-                text = "; ".join(one.text for one in found[:LISTED])
-                self.notes.append(Note("ranks", f"{trace.path}: ranks differ at {text}{more}"))
+        self.notes += [*trace_notes(self.train), *trace_notes(self.serve)]
         if wrong := differing(self.train, self.serve):
             text = f"as loaded, {some([name for name, _, _ in wrong])} in serving are not the trained ones"
             self.notes.append(Note("parameters", text))
