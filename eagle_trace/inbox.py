@@ -155,7 +155,8 @@ class Inbox:
                 self._pressing = False
                 if not self._changed.wait_for(lambda: self._messages or self._closed, timeout):
                     raise TimeoutError
-                self._changed.wait_for(lambda: self._pressing or self._closed, self._linger)
+                linger = self._linger if timeout is None else min(self._linger, timeout)
+                self._changed.wait_for(lambda: self._pressing or self._closed, linger)
             return self._messages.popleft() if self._messages else None
 
     def done(self, size: int) -> None:

@@ -30,7 +30,7 @@ __all__ = ["Shard", "TraceWriter", "check_output", "prepare_output", "remove_emp
 QUEUE_BYTES = 256 << 20
 #: how old what is not on disk yet may get
 FLUSH_SECONDS = 5.0
-#: how long what is taken waits for more, so that the writer's thread and the host's rarely take turns
+#: how long what is taken waits for more: two threads of Python that take turns cost the host more than the work itself
 LINGER_SECONDS = 3.0
 #: a call that was handed over in part is waited for: until the host has been silent for so long, or has not been
 #: silent for so long

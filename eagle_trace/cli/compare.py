@@ -252,6 +252,10 @@ def _run(
         except EagleTraceError as error:
             progress.clear()
             raise _explained(error, checked, workspace) from error
+        except KeyboardInterrupt as error:
+            for words in _left(workspace):
+                error.add_note(words)
+            raise
         return comparison.diff(reference, other, judged), reference, other
 
 
@@ -283,9 +287,14 @@ def _explained(error: EagleTraceError, checked: Sequence[CheckResult], workspace
         words += [f"what check says of it: {one.name}: {one.evidence}\nfix: {one.fix}" for one in found]
         if not found:
             words.append("check finds nothing in the draft that would stop a server: what it printed above says more")
-    if not workspace.kept and any(workspace.folder.glob("*.inputs.json")):
-        words.append(f"What was recorded is kept in {workspace.folder}: the same command goes on from there")
-    return type(error)("\n".join(words))
+    return type(error)("\n".join([*words, *(f"{one[0].upper()}{one[1:]}" for one in _left(workspace))]))
+
+
+def _left(workspace: Workspace) -> list[str]:
+    """What a run that ends before its time leaves behind, in a sentence; nothing where that is nothing."""
+    if workspace.kept or not any(workspace.folder.glob("*.inputs.json")):
+        return []
+    return [f"what was recorded is kept in {workspace.folder}: the same command goes on from there"]
 
 
 def _tell(result: tuple[Diff, Trace, Trace], workspace: Workspace, reports: Reports, *, verbose: bool) -> int:

@@ -159,14 +159,9 @@ def record(
         _refuse(
             (prompts is None) == (replay is None), "record --mode train needs exactly one of --prompts and --replay"
         )
-        from eagle_trace.jobs.chosen import chosen
-        from eagle_trace.recording.hosts import find_host
-
-        trainer = find_host("trainer", host, draft=draft)
-        run = trainer.record
+        run, why = _trainer(host, draft)
         common |= {
-            "chosen": chosen(trainer, draft, named=host is not None),
-            "target": target, "draft": draft, "dtype": dtype, "device": device,
+            "chosen": why, "target": target, "draft": draft, "dtype": dtype, "device": device,
             "replay": None if replay is None else as_place(replay),
             "features": features or ("compute" if target else "serve"), "steps": steps,
         }  # fmt: skip
@@ -175,6 +170,15 @@ def record(
     typer.echo(printable(f"Wrote {path}"))
     _say_early(path)
     typer.echo(printable(next_line(_next_command(mode, path, replay, target)), keep="\n"))
+
+
+def _trainer(name: str | None, draft: Path) -> tuple[Callable[..., Place], Any]:
+    """What records a training, and why it is that one."""
+    from eagle_trace.jobs.chosen import chosen
+    from eagle_trace.recording.hosts import find_host
+
+    trainer = find_host("trainer", name, draft=draft)
+    return trainer.record, chosen(trainer, draft, named=name is not None)
 
 
 def _run(run: Callable[..., Place], options: dict[str, Any], *, quiet: bool) -> Place:

@@ -16,18 +16,21 @@ def chosen(host: Any, draft: Path, *, named: bool) -> str:
         draft: folder of the draft.
         named: whether it was named; else it was the only one installed, or the one that takes the folder.
     """
+    own = getattr(host, "stands_in", False)
+    # what a host of another package need not say
+    form = getattr(host, "form", "the folder is in its format")
     if named:
         why = f"--host {host.name} says so"
-    elif host.stands_in:
-        why = host.form
+    elif own:
+        why = form
     elif host.takes(draft):
-        why = f"{host.form} (--host takes another)"
+        why = f"{form} (--host takes another)"
     else:
         why = "no other trainer is installed here"
-    return f"the forward is that of {host.title}, since {why}{_of_another(host, draft)}"
+    return f"the forward is that of {host.title}, since {why}{_of_another(host.name, draft, own=own)}"
 
 
-def _of_another(host: Any, draft: Path) -> str:
+def _of_another(name: str, draft: Path, *, own: bool) -> str:
     """What a folder tells of the trainer that wrote it, if that is not the one whose forward is run."""
     from eagle_trace_analysis.checkpoint.origin import open_draft, origin_of
 
@@ -36,8 +39,8 @@ def _of_another(host: Any, draft: Path) -> str:
     except CheckpointError:
         return ""  # loading it says what is wrong
     if origin is None:
-        return "" if host.stands_in else "; nothing in the folder says who trained it"
-    if host.name == origin.trainer.NAME:
+        return "" if own else "; nothing in the folder says who trained it"
+    if name == origin.trainer.NAME:
         return ""
     title, seems = origin.trainer.TITLE, "" if origin.sure else ", it seems"
     by = f"; the folder was written by {title}{seems} ({', '.join(origin.why)})"

@@ -13,19 +13,19 @@ from eagle_trace.families import EAGLE3_MLA
 from eagle_trace_reference.host import CLASS, is_latent
 from eagle_trace_reference.model import LatentDraft
 from eagle_trace_reference.shape import Shape, shape_of
+from eagle_trace_training.config import check_shapes
 from eagle_trace_training.host import LoadedDraft
 from eagle_trace_training.numerics import raise_dtype
 from eagle_trace_training.published import (
     EMBEDDING,
     HEAD,
-    MAPS,
     Published,
     captured_inputs,
     from_target,
     read_flat_config,
     read_published,
 )
-from eagle_trace_training.weights import target_config
+from eagle_trace_training.weights import MAPS, target_config
 
 FACTS = (
     "model_type", "hidden_size", "intermediate_size", "num_attention_heads", "q_lora_rank", "kv_lora_rank",
@@ -117,15 +117,11 @@ def _load(model: Any, found: Published) -> list[str]:
     wanted = dict(model.named_parameters())
     if lacking := sorted(set(wanted) - set(found.state)):
         raise CheckpointError(f"{found.folder} lacks {', '.join(lacking)}, which a draft of {CLASS} needs")
-    for name, parameter in wanted.items():
-        tensor = found.state[name]
-        if tensor.shape != parameter.shape:
-            raise CheckpointError(
-                f"{name} in {found.folder} is {list(tensor.shape)}, its config makes {list(parameter.shape)}"
-            )
+    check_shapes(found.folder, {name: one.shape for name, one in found.state.items()}, wanted)
+    for name in wanted:
         parts = name.split(".")
         owner = model.get_submodule(".".join(parts[:-1]))
-        setattr(owner, parts[-1], torch.nn.Parameter(tensor, requires_grad=False))
+        setattr(owner, parts[-1], torch.nn.Parameter(found.state[name], requires_grad=False))
     if "d2t" in found.state:
         model.d2t = found.state["d2t"].long()
     return sorted(set(found.state) - set(wanted) - set(MAPS))

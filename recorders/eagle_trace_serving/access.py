@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from eagle_trace.errors import EagleTraceError, UsageError
-from eagle_trace_serving.remote import TOKEN_HEADER
+from eagle_trace_serving.answers import TOKEN_HEADER
 
 #: traces that clients without a key may leave lying at once
 MOST_KEPT = 8

@@ -10,6 +10,10 @@ from typing import Any
 from eagle_trace_serving.exchange import quoted
 
 STATES = ("starting", "ready", "recording")
+#: letters of a reason that a server takes (`bodies.FinishBody`)
+STOPPED_LENGTH = 500
+#: says whose recording it is; the server gives it to whoever starts one
+TOKEN_HEADER = "X-Eagle-Trace-Token"
 #: what a folder of a trace may be called: it becomes part of an address
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}", re.ASCII)
 #: a place that is not a folder of the server, but in a store that others reach too; users may copy it into a shell

@@ -20,9 +20,9 @@ from eagle_trace.recording.wanted import KINDS, Kind, read
 from eagle_trace.selection import Selection
 from eagle_trace.writer import DP_STRIDE
 from eagle_trace_serving.admission import Admission
+from eagle_trace_serving.answers import STOPPED_LENGTH
 from eagle_trace_serving.exchange import parse_json, quoted
 from eagle_trace_serving.orders import Order
-from eagle_trace_serving.remote import STOPPED_LENGTH
 
 MOST_BYTES = 2 << 20
 #: values in a body: ten counts for each of `MOST_REQUESTS`, and more; reading them takes a few hundredths of a second

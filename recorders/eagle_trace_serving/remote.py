@@ -16,7 +16,7 @@ from typing import Any
 
 from eagle_trace.errors import HostError, PromptsError, RecordingError, TraceError
 from eagle_trace.reader import open_trace
-from eagle_trace_serving.answers import Ended, Told, understood
+from eagle_trace_serving.answers import STOPPED_LENGTH, TOKEN_HEADER, Ended, Told, understood
 from eagle_trace_serving.archive import ArchiveError, unpack
 from eagle_trace_serving.exchange import RefusedError, check_address, check_key, exchange, parse_json, quoted, read_json
 from eagle_trace_serving.host import Ask
@@ -32,10 +32,6 @@ FETCH_SECONDS = 60.0
 #: largest answer that is read: of the recorder, and to a prompt
 TOLD_BYTES = 1 << 20
 ANSWER_BYTES = 32 << 20
-#: letters of a reason that a server takes (`bodies.FinishBody`)
-STOPPED_LENGTH = 500
-#: says whose recording it is; the server gives it to whoever starts one
-TOKEN_HEADER = "X-Eagle-Trace-Token"
 
 
 class UnarmedError(HostError):

@@ -17,10 +17,11 @@ from specforge.modeling.auto import AutoDraftModel, AutoDraftModelConfig
 from eagle_trace.checkpoints import checkpoint_facts
 from eagle_trace.errors import CheckpointError
 from eagle_trace_specforge.published import head_config, read_head
+from eagle_trace_training.config import check_shapes
 from eagle_trace_training.host import LoadedDraft
 from eagle_trace_training.numerics import quiet, raise_dtype
-from eagle_trace_training.published import MAPS, Published, captured_inputs, from_target
-from eagle_trace_training.weights import loading
+from eagle_trace_training.published import Published, captured_inputs, from_target
+from eagle_trace_training.weights import MAPS, loading
 
 FACTS = (
     "model_type", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
@@ -90,6 +91,7 @@ def _build(head: Published) -> Any:
 
 def _load(model: Any, head: Published) -> list[str]:
     """Load the tensors; returns the names that are not there and need not be."""
+    check_shapes(head.folder, {name: one.shape for name, one in head.state.items()}, model.state_dict())
     with loading(f"SpecForge cannot load {head.folder}"):
         missing, unexpected = model.load_state_dict(head.state, strict=False)
     # a draft over the whole vocabulary does without its maps, and no forward reads the inverse one

@@ -18,15 +18,15 @@ from speculators.models.utils import resolve_target_layer_ids
 
 from eagle_trace.checkpoints import checkpoint_facts, read_config
 from eagle_trace.errors import CheckpointError
-from eagle_trace_training.config import check_config, check_map, refuse_first
+from eagle_trace_training.config import check_config, check_map, check_shapes
 from eagle_trace_training.host import LoadedDraft
 from eagle_trace_training.numerics import DTYPES, quiet
-from eagle_trace_training.published import EMBEDDING, HEAD, MAPS, from_target
+from eagle_trace_training.published import EMBEDDING, HEAD, from_target
 from eagle_trace_training.weights import (
-    PLAIN,
     draft_tensors,
     first_line,
     loading,
+    quantised_of,
     stored_forms,
     stored_tensor,
     target_config,
@@ -123,21 +123,15 @@ def load_draft(draft: Path, target: Path | None, dtype: str, device: str) -> Loa
 def _stored(draft: Path, config: Any) -> set[str]:
     """Names of a draft's tensors; raises CheckpointError for what its class cannot take, or would convert silently."""
     forms = stored_forms(draft)
-    quantised = [name for name, (dtype, _) in forms.items() if dtype not in PLAIN and name not in MAPS]
-    refuse_first(
-        draft,
-        [(quantised, f"holds quantised tensors ({', '.join(quantised[:2])}, ...)")],
-        ", which speculators' class cannot express",
-    )
+    if quantised := quantised_of({name: dtype for name, (dtype, _) in forms.items()}):
+        tensors = f"quantised tensors ({', '.join(quantised[:2])}, ...)"
+        raise CheckpointError(f"{draft} holds {tensors}, which speculators' class cannot express")
     vocabulary = config.transformer_layer_config.vocab_size
     check_map(draft, stored_tensor(draft, "d2t"), config.draft_vocab_size or vocabulary, vocabulary)
     # by its config alone: transformers only logs which tensor does not fit
     with quiet(), torch.device("meta"), loading(f"speculators cannot load {draft}"):
         made = _StandaloneDraft(config).state_dict()
-    for name in sorted(made.keys() & forms.keys()):
-        shape, built = forms[name][1], list(made[name].shape)
-        if shape != built:
-            raise CheckpointError(f"{name} in {draft} is {shape}, its config makes {built}")
+    check_shapes(draft, {name: shape for name, (_, shape) in forms.items()}, made)
     return set(forms)
 
 

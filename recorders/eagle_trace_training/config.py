@@ -146,6 +146,23 @@ def check_map(folder: Path, d2t: Any, rows: int, vocabulary: int) -> None:
         )
 
 
+def check_shapes(folder: Path, stored: Mapping[str, Any], built: Mapping[str, Any]) -> None:
+    """Refuse a tensor of another shape than its place has in the module that a config makes.
+
+    Args:
+        folder: of the draft.
+        stored: shapes of its tensors, by the module's names.
+        built: the module's tensors, on whatever device.
+
+    Raises:
+        CheckpointError: see above; a trainer's own loader says so at length, or only logs it.
+    """
+    for name in sorted(stored.keys() & built.keys()):
+        shape, place = list(stored[name]), list(built[name].shape)
+        if shape != place:
+            raise CheckpointError(f"{name} in {folder} is {shape}, its config makes {place}")
+
+
 def check_tables(folder: Path, model: Any) -> None:
     """Refuse a draft whose module made tables of its config that are no numbers, as its rotary embedding may.
 

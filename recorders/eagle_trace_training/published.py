@@ -11,10 +11,9 @@ from eagle_trace.checkpoints import read_config
 from eagle_trace.errors import CheckpointError
 from eagle_trace.recording.names import FUSED, canonical_name
 from eagle_trace_training.config import check_config, check_map, rope_form
-from eagle_trace_training.weights import PLAIN, dtype_name, target_config, target_tensor, weight_files, weights
+from eagle_trace_training.weights import dtype_name, quantised_of, target_config, target_tensor, weight_files, weights
 
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
-MAPS = ("d2t", "t2d")
 
 
 @dataclass
@@ -62,8 +61,7 @@ class Published:
     @property
     def quantised(self) -> list[str]:
         """Tensors that are not of a dtype a draft is trained in."""
-        dtypes = {name: dtype_name(one) for name, one in self.state.items() if name not in MAPS}
-        return sorted(name for name, dtype in dtypes.items() if dtype not in PLAIN)
+        return quantised_of({name: dtype_name(one) for name, one in self.state.items()})
 
 
 def read_published(draft: Path, rename: Callable[[str], str]) -> Published:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,8 @@ from eagle_trace.recording.params import parameter_row
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 #: dtypes that a draft is trained or stored in; others are quantised
 PLAIN = tuple(DTYPES.values())
+#: maps between the target's vocabulary and the draft's own
+MAPS = ("d2t", "t2d")
 TARGET_FACTS = (
     "model_type", "hidden_size", "num_hidden_layers", "vocab_size", "rms_norm_eps", "tie_word_embeddings",
 )  # fmt: skip
@@ -72,6 +74,11 @@ def stored_dtype(folder: Path) -> str:
         )
     # of what is not stored as plain numbers, loading says that it cannot be computed
     return found if found in PLAIN else "float32"
+
+
+def quantised_of(dtypes: Mapping[str, str]) -> list[str]:
+    """The tensors that are not stored as plain numbers; the maps of the vocabulary are whole ones."""
+    return sorted(name for name, dtype in dtypes.items() if dtype not in PLAIN and name not in MAPS)
 
 
 def dtype_name(tensor: Any) -> str:

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -325,3 +326,46 @@ def test_a_sink_counts_its_writes() -> None:
     sink.beat = lambda: beats.append(sink.bytes)
     sink.write(b"abc")
     assert beats == [3]
+
+
+def test_what_comes_waits_for_more_unless_it_presses() -> None:
+    inbox = Inbox(1600, None, stall=60.0, linger=3600.0)
+    taken: list[Any] = []
+
+    def take() -> None:
+        while (message := inbox.get(None)) is not None:
+            taken.append(message[1])
+            inbox.done(message[2])
+
+    thread = threading.Thread(target=take, daemon=True)
+    thread.start()
+
+    def wait_until(count: int) -> None:
+        while len(taken) < count:
+            assert thread.is_alive()
+            time.sleep(0.01)
+
+    inbox.put("late", "a few bytes", 10)
+    inbox.put("late", "more of them", 10)
+    time.sleep(0.1)
+    assert taken == [], "it waits for an hour"
+    inbox.put("flush", "somebody waits for it", 0, pressing=True)
+    wait_until(3)
+    inbox.put("late", "much", 100)
+    wait_until(4)
+    inbox.put("late", "the last", 1)
+    inbox.close()
+    thread.join(60)
+    assert len(taken) == 5
+
+
+def test_a_host_that_waits_for_room_is_not_kept_waiting_for_more_to_come() -> None:
+    inbox = Inbox(1600, 60.0, stall=60.0, linger=3600.0)
+    thread = threading.Thread(target=lambda: [inbox.done(inbox.get(None)[2]) for _ in range(2)], daemon=True)  # type: ignore[index]
+    thread.start()
+    inbox.put("late", None, 50)
+    inbox.put("late", None, 1590)
+    thread.join(60)
+    assert not thread.is_alive()
+    assert not inbox.slow
+    assert inbox.waited < 60.0

@@ -17,6 +17,7 @@ from types import SimpleNamespace
 from typing import IO, Any, TypeVar, cast
 
 from eagle_trace.errors import CheckpointError, UsageError
+from eagle_trace.extras import way_to
 from eagle_trace.store import is_url, reason
 
 Result = TypeVar("Result")
@@ -31,8 +32,8 @@ KEPT_RANGE, KEPT_ALL = 2 << 20, 32 << 20
 READ = (".json", ".safetensors", ".bin", ".pt")
 #: how long one folder may be asked, all requests together [s]
 SECONDS = 300.0
-#: packages that bring a protocol's driver
-DRIVERS = {"hf": "'eagle-trace[hub]'", "s3": "'eagle-trace[s3]'"}
+#: extras that bring a protocol's driver
+DRIVERS = {"hf": "hub", "s3": "s3"}
 
 #: what drivers stumble over where an answer is not what they take it for; their words are Python's
 _MISREAD = (json.JSONDecodeError, UnicodeDecodeError, LookupError, TypeError, AttributeError)
@@ -282,8 +283,8 @@ def _filesystem(place: str) -> tuple[Any, str]:
 
         filesystem, root = fsspec.core.url_to_fs(place)
     except ImportError as error:
-        package = DRIVERS.get(protocol, error.name or protocol)
-        raise UsageError(f"{place} needs a package that is not installed: pip install {package}") from error
+        way = way_to(DRIVERS[protocol]) if protocol in DRIVERS else f"pip install {error.name or protocol}"
+        raise UsageError(f"{place} needs a package that is not installed: {way}") from error
     except ValueError as error:
         raise UsageError(f"{place}: {reason(error)}") from error
     return filesystem, root

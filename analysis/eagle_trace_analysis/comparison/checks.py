@@ -16,10 +16,8 @@ from eagle_trace.sites import ROW_SITES, TOPK_SITES, Site
 from eagle_trace_analysis.comparison.metrics import IdMetrics
 from eagle_trace_analysis.comparison.params import shown_at
 from eagle_trace_analysis.comparison.result import Divergence, Note, RowKey, SiteResult
-from eagle_trace_analysis.comparison.words import LISTED
 from eagle_trace_analysis.pairing.align import Alignment, not_materialised, position_offset, unequal_tokens
 from eagle_trace_analysis.pairing.pairs import Pairs
-from eagle_trace_analysis.pairing.ranks import check_ranks
 
 Int = NDArray[np.int64]
 Int32 = NDArray[np.int32]
@@ -34,41 +32,6 @@ def check_families(train: Trace, serve: Trace) -> None:
             f"{train.path} is of a draft of the family {said[0]}, {serve.path} of the family {said[1]}: they compute "
             "different things; record the same draft on both sides"
         )
-
-
-def trace_notes(trace: Trace) -> list[Note]:
-    """What makes one trace less than whole: no checksums, no seal, an early end, ranks that differ."""
-    notes = []
-    if trace.unchecked:
-        text = f"{trace.path} has no checksums ({len(trace.unchecked)} files): damage may go unnoticed"
-        notes.append(Note("no-checksums", text))
-    if not trace.sealed:
-        lost = f": {'; '.join(trace.missing[:3])}" if trace.missing else ""
-        notes.append(Note("partial", f"{trace.path} was not finished or is damaged{lost}"))
-    if early := trace.manifest.ended_early:
-        notes.append(Note("stopped", f"{trace.path}: {early}"))
-    if found := check_ranks(trace):
-        more = f"; and {len(found) - LISTED} more" if len(found) > LISTED else ""
-        text = "; ".join(one.text for one in found[:LISTED])
-        notes.append(Note("ranks", f"{trace.path}: ranks differ at {text}{more}"))
-    return notes
-
-
-def dtype_notes(train: Trace, serve: Trace, rounding: str) -> list[Note]:
-    """That the sides compute in two dtypes, of which rounding to `rounding` is allowed, or cache keys in two."""
-    notes, computed = [], [trace.manifest.dtype for trace in (train, serve)]
-    if len(set(computed)) > 1 and all(computed):
-        text = f"training computes in {computed[0]}, serving in {computed[1]}: what rounding to "
-        notes.append(Note("dtypes", text + f"{rounding} may do is no divergence"))
-    for name, whose in (("kv_cache_dtype", "the target"), ("draft_kv_cache_dtype", "the draft")):
-        kept = [trace.manifest.settings.get(name, trace.manifest.dtype) for trace in (train, serve)]
-        for side, held, dtype in zip(("training", "serving"), kept, computed, strict=True):
-            if isinstance(held, str) and held != dtype and len(set(map(str, kept))) > 1:
-                text = (
-                    f"{side} keeps keys and values of {whose} in {held} and computes in {dtype}: rows that attend to "
-                )
-                notes.append(Note("kv-cache", text + "its cache carry that rounding, for which no floor allows"))
-    return notes
 
 
 def shapes_of(trace: Trace) -> Shapes:

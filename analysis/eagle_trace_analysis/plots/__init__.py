@@ -5,7 +5,7 @@
 
 `ladder`, `by_step` and `accept_length` draw what the diff holds. `error_map`, `logits`, `drafted`, `weights` and
 `features` read the traces again, from the paths that the diff remembers or as `train` and `serve` are passed in.
-Needs plotly (``pip install 'eagle-trace[notebook]'``).
+Needs plotly (the extra ``notebook``).
 """
 
 from eagle_trace_analysis.plots.acceptance import accept_length

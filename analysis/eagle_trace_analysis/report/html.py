@@ -11,8 +11,7 @@ from importlib import resources
 from typing import Any
 
 from eagle_trace import __version__
-from eagle_trace.errors import EagleTraceError, UsageError
-from eagle_trace.extras import way_to
+from eagle_trace.errors import EagleTraceError
 from eagle_trace.reader import Trace
 from eagle_trace_analysis import plots
 from eagle_trace_analysis.comparison.result import Diff
@@ -21,8 +20,6 @@ from eagle_trace_analysis.plots import style
 from eagle_trace_analysis.report import sections
 from eagle_trace_analysis.report.fill import fill
 
-NEEDS_PLOTLY = f"the HTML report needs plotly: {way_to('notebook')}"
-
 
 def require_plotly() -> None:
     """Find out before a comparison, not after it, that no HTML report can be written.
@@ -30,10 +27,7 @@ def require_plotly() -> None:
     Raises:
         UsageError: plotly is not installed.
     """
-    try:
-        import plotly  # noqa: F401
-    except ImportError as error:
-        raise UsageError(NEEDS_PLOTLY) from error
+    style.graph_objects()
 
 
 def render_html(diff: Diff, *, train: Trace | None = None, serve: Trace | None = None) -> str:
@@ -95,7 +89,7 @@ def render_body(diff: Diff, drawn: Sequence[Drawn] = (), lost: str = "") -> str:
         serve=diff.traces["serve"],
         version=__version__,
         lead=sections.lead(diff),
-        causes=sections.Suspects.of(diff),
+        confirmed=diff.diagnosis.confirmed if diff.diagnosis is not None else (),
         forward=sections.forward(diff),
         cards=list(sections.cards(diff)),
         glossary=sections.GLOSSARY,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from eagle_trace_analysis.report.causes import CONFIRMED, causes_of, views
 from eagle_trace_analysis.report.fill import fill
 from eagle_trace_analysis.report.sections import lead
 
@@ -26,7 +25,7 @@ def diff_html(diff: Diff) -> str:
         "diff_cell.html",
         diff=diff,
         facts=facts,
-        confirmed=[cause for cause in causes_of(diff) if cause.verdict == CONFIRMED],
+        confirmed=diff.diagnosis.confirmed if diff.diagnosis is not None else (),
         differ=[result for result in diff.sites if result.divergence is not None],
     )
     return diff.roles.say_html(cell)
@@ -34,4 +33,4 @@ def diff_html(diff: Diff) -> str:
 
 def diagnosis_html(diagnosis: Diagnosis) -> str:
     """Every cause: what was confirmed with its fix, what was ruled out, what was not tested."""
-    return fill("causes_cell.html", causes=views(diagnosis))
+    return fill("causes_cell.html", causes=diagnosis.causes)

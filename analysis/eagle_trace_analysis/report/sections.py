@@ -11,7 +11,6 @@ from eagle_trace.sites import known_site
 from eagle_trace_analysis.comparison.metrics import IdMetrics, Metrics
 from eagle_trace_analysis.comparison.result import Diff, Divergence, SiteResult
 from eagle_trace_analysis.pairing.pairs import skipped_because
-from eagle_trace_analysis.report.causes import CONFIRMED, NOT_TESTED, RULED_OUT, CauseView, causes_of, unexplained
 
 GLOSSARY = {
     "site": "a named point of the draft model's forward pass, the same on both sides (fc.out: the output of fc)",
@@ -86,9 +85,10 @@ def cards(diff: Diff) -> Iterator[tuple[str, str]]:
         f"{coverage.share:.0%}",
         f"of the comparable rows matched ({coverage.matched} of {coverage.matched + coverage.unmatched_serve})",
     )
-    if suspects := causes_of(diff):
-        count = [sum(cause.verdict == verdict for cause in suspects) for verdict in (CONFIRMED, RULED_OUT)]
-        yield f"{count[0]} of {len(suspects)}", f"known causes confirmed, {count[1]} ruled out"
+    found = diff.diagnosis
+    if found is not None and found.causes:
+        words = f"known causes confirmed, {len(found.of('ruled_out'))} ruled out"
+        yield f"{len(found.confirmed)} of {len(found.causes)}", words
     else:
         yield diff.level, "level of detail that was compared"
 
@@ -133,37 +133,6 @@ def _fact(value: Any) -> str:
     if isinstance(value, list | tuple):
         return f"[{', '.join(str(one) for one in value)}]"
     return str(value)
-
-
-@dataclass(frozen=True)
-class Suspects:
-    """Every cause that was looked at, by verdict, and what no confirmed one explains."""
-
-    found: list[CauseView]
-    unexplained: tuple[str, ...]
-
-    @classmethod
-    def of(cls, diff: Diff) -> Suspects:
-        """Those of a diff; none if it was not diagnosed."""
-        return cls(causes_of(diff), unexplained(diff))
-
-    def _with(self, verdict: str) -> list[CauseView]:
-        return [cause for cause in self.found if cause.verdict == verdict]
-
-    @property
-    def confirmed(self) -> list[CauseView]:
-        """The proved ones."""
-        return self._with(CONFIRMED)
-
-    @property
-    def ruled_out(self) -> list[CauseView]:
-        """Those that it is not."""
-        return self._with(RULED_OUT)
-
-    @property
-    def not_tested(self) -> list[CauseView]:
-        """Those that nothing is known of."""
-        return self._with(NOT_TESTED)
 
 
 @dataclass(frozen=True)

@@ -40,9 +40,3 @@ def training_of(config: Mapping[str, Any], release: str | None = None) -> Traini
 def doubts(config: Mapping[str, Any], theta: float, release: str | None) -> list[Doubt]:  # noqa: ARG001
     """The base of the rotary embedding."""
     return flat.no_base(TITLE, "eagle/traineagle3/cnets.py, 2026", config, theta)
-
-
-__all__ = [
-    "D2T", "FORMS", "LAYER_IDS", "NAME", "NAMES_LAYERS", "REFERENCE", "SPARE_ROWS", "TITLE", "default_layers",
-    "doubts", "marks", "recognises", "rope", "training_of", "window",
-]  # fmt: skip

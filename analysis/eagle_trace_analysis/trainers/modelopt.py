@@ -59,9 +59,3 @@ def doubts(config: Mapping[str, Any], theta: float, release: str | None) -> list
         fix = "leave it if that was meant; within the trained length serving without it is what was trained"
         found.append(Doubt("rope", why, fix, "rope-theta"))
     return found
-
-
-__all__ = [
-    "D2T", "FORMS", "LAYER_IDS", "NAME", "NAMES_LAYERS", "REFERENCE", "SPARE_ROWS", "TITLE", "default_layers",
-    "doubts", "marks", "recognises", "rope", "training_of", "window",
-]  # fmt: skip

@@ -76,9 +76,3 @@ def doubts(config: Mapping[str, Any], theta: float, release: str | None) -> list
         "--reference"
     )
     return [Doubt("norm-output", why, fix, "head-norm")]
-
-
-__all__ = [
-    "D2T", "FORMS", "LAYER_IDS", "NAME", "NAMES_LAYERS", "REFERENCE", "SPARE_ROWS", "TITLE", "default_layers",
-    "doubts", "marks", "recognises", "rope", "training_of", "window",
-]  # fmt: skip

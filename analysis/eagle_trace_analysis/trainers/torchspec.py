@@ -44,9 +44,3 @@ def training_of(config: Mapping[str, Any], release: str | None = None) -> Traini
 def doubts(config: Mapping[str, Any], theta: float, release: str | None) -> list[Doubt]:  # noqa: ARG001
     """None by its config alone."""
     return []
-
-
-__all__ = [
-    "D2T", "FORMS", "LAYER_IDS", "NAME", "NAMES_LAYERS", "REFERENCE", "SPARE_ROWS", "TITLE", "default_layers",
-    "doubts", "marks", "recognises", "rope", "training_of", "window",
-]  # fmt: skip

@@ -1,8 +1,10 @@
 """Exit statuses of the command line that no command of its own decides."""
 
 import os
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -37,7 +39,23 @@ def test_ctrl_c_is_not_taken_for_a_divergence(monkeypatch: pytest.MonkeyPatch) -
         raise KeyboardInterrupt
 
     monkeypatch.setattr(eagle_trace.reader, "open_trace", interrupted)
-    assert CliRunner().invoke(main.app, ["show", "nowhere"]).exit_code == main.INTERRUPTED
+    result = CliRunner().invoke(main.app, ["show", "nowhere"])
+    assert (result.exit_code, result.stderr) == (main.INTERRUPTED, "eagle-trace: interrupted\n")
+
+
+@pytest.mark.parametrize(("sealed", "said"), [(False, "interrupted; nothing was sealed"), (True, "interrupted")])
+def test_an_interrupted_recording_says_so_where_nothing_was_sealed(
+    sealed: bool, said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def interrupted(**_: object) -> None:
+        if sealed:
+            shutil.copytree("tests/golden/healthy.trace", tmp_path / "t")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(record, "_recorder", lambda *_: interrupted)
+    words = ["record", "--mode", "serve", "--target", "x", "--draft", "x", "--prompts", "x", "--quiet"]
+    result = CliRunner().invoke(main.app, [*words, "--out", str(tmp_path / "t")])
+    assert (result.exit_code, result.stderr) == (main.INTERRUPTED, f"eagle-trace: {said}\n")
 
 
 def test_an_interrupted_command_says_what_it_kept(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ from eagle_trace.cli.main import app
 from eagle_trace.demo import models_dir
 from eagle_trace.errors import CheckpointError, OutputExistsError, UsageError
 from eagle_trace.jobs import environments, fingerprint
+from eagle_trace.jobs.comparison import Comparison
 from eagle_trace.jobs.questions import write_prompts
 from eagle_trace.jobs.servers import Elsewhere, Here, Running, servers_of
 from eagle_trace.jobs.workspace import Workspace, open_workspace
@@ -332,6 +333,19 @@ def test_what_cannot_be_its_own_reference_says_what_is_missing(
 
 
 # ---- the command
+
+
+def test_an_interrupted_comparison_says_what_it_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(self: Comparison) -> None:
+        (self.workspace.folder / "serve.inputs.json").write_text("{}")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Comparison, "check", lambda _: [])
+    monkeypatch.setattr(Comparison, "record", interrupted)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    done = CliRunner().invoke(app, ["compare", "--target", str(TARGET), "--trained", str(DRAFT), "--quiet"])
+    assert done.exit_code == 130
+    assert f"interrupted; what was recorded is kept in {tmp_path}/eagle-trace/compare-" in done.stderr
 
 
 def test_folders_that_are_swapped_are_told_where_no_server_loads_them_so(tmp_path: Path) -> None:

@@ -224,7 +224,7 @@ def without(name: str) -> Any:
         ({"hidden_act": "gelu"}, None, "activates by 'gelu'"),
         ({"attention_bias": True}, None, "has attention_bias"),
         ({"qk_rope_head_dim": 15}, None, "does not split in two halves"),
-        ({"kv_lora_rank": 40}, "keep", r"kv_a_proj_with_mqa.weight in .* is \[48, 256\], its config makes \[56, 256\]"),
+        ({"kv_lora_rank": 40}, "keep", r"kv_a_layernorm.weight in .* is \[32\], its config makes \[40\]"),
         ({}, without("fc.weight"), "has no fc.weight"),
         ({}, without("layers.0.self_attn.kv_b_proj.weight"), "lacks layers.0.self_attn.kv_b_proj.weight"),
         ({}, without("embed_tokens.weight"), "has no embed_tokens.weight: give the target"),

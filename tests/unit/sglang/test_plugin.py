@@ -43,3 +43,13 @@ def test_a_process_of_the_server_that_schedules_nothing_is_left_alone(tmp_path: 
     # the tokenizer's and detokenizer's: armed, but without a scheduler
     _, modules = run(EAGLE_TRACE_SESSION=f"00:{tmp_path / 'socket'}")
     assert modules == LIGHT
+
+
+def test_an_armed_main_process_loads_nothing_that_only_readers_of_traces_need() -> None:
+    script = "import sys, eagle_trace_serving.attached, eagle_trace_serving.routes; print(*sys.modules)"
+    roots = os.pathsep.join(path for path in sys.path if path)
+    environment = dict(os.environ) | {"PYTHONPATH": roots}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
+    loaded = done.stdout.split()
+    assert "eagle_trace_serving.routes" in loaded
+    assert not {"pandas", "torch", "transformers", "eagle_trace.reader"}.intersection(loaded)

@@ -55,17 +55,6 @@ from eagle_trace_analysis.engines.sglang.words import WORDS, ids_unread
 from eagle_trace_analysis.engines.sglang.written import flat_config
 from eagle_trace_analysis.trainers.base import Training
 
-__all__ = [
-    "ARCHITECTURE", "ARCHITECTURES", "ENGINE", "FAMILY", "LAYER", "LAYER_SIZES", "MODEL_TYPE", "NAME", "OTHER_NAMES",
-    "READS", "REPLACES_EMBEDDING", "SIDE_FILES", "STACKED", "TITLE", "WORDS", "attention_words", "canonical_name",
-    "captured_inputs", "computes_nothing", "config_class", "copied_from_serving", "copied_from_training",
-    "default_inputs", "destinations", "entering_norm", "fc_norm", "fed_width", "feeds_since", "flat_config", "gaps",
-    "ids_that_capture", "ids_unread", "is_known_target", "last_input", "layer_ids", "layer_of", "loads_kind",
-    "norm_before_fc", "num_aux_hidden_states", "other_class", "parameters", "positions", "quantisation_refused",
-    "read_quantisation", "refusals", "repaired", "rope_settings", "rotation_fault", "scheme_of", "serves_kind",
-    "skips_fc", "target_class", "target_refusals", "uses_aux_hidden_state", "why_it_cannot_serve", "with_defaults",
-]  # fmt: skip
-
 ARCHITECTURE = LATENT
 ARCHITECTURES = frozenset({ARCHITECTURE})
 OTHER_NAMES: Mapping[str, Collection[str]] = {"vLLM": frozenset({"Eagle3DeepseekV3ForCausalLM"})}
@@ -99,8 +88,8 @@ def rope_settings(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def rotation_fault(full: Mapping[str, Any]) -> Refusal | None:
     """Why the rotary embedding of a config with defaults cannot be computed with; None if it can."""
-    width, positions = int(full["qk_rope_head_dim"]), int(full["max_position_embeddings"])
-    return rotation.rotation_fault(rope_settings(full), width, positions, scores=True)
+    width, rows = int(full["qk_rope_head_dim"]), int(full["max_position_embeddings"])
+    return rotation.rotation_fault(rope_settings(full), width, rows, scores=True)
 
 
 def norm_before_fc(config: Mapping[str, Any]) -> bool:  # noqa: ARG001 (the engine's other class reads it)

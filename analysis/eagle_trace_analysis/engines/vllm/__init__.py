@@ -54,14 +54,3 @@ from eagle_trace_analysis.engines.vllm.target_classes import (
     why_it_cannot_serve,
 )
 from eagle_trace_analysis.engines.vllm.words import WORDS, ids_unread
-
-__all__ = [
-    "ARCHITECTURE", "ARCHITECTURES", "ENGINE", "FAMILY", "LAYER", "LAYER_SIZES", "MODEL_TYPE", "NAME", "OTHER_NAMES",
-    "READS", "REPLACES_EMBEDDING", "SIDE_FILES", "STACKED", "TITLE", "WORDS", "attention_words", "canonical_name",
-    "captured_inputs", "computes_nothing", "config_class", "copied_from_serving", "copied_from_training",
-    "default_inputs", "destinations", "entering_norm", "fc_norm", "fed_width", "feeds_since", "flat_config", "gaps",
-    "ids_that_capture", "ids_unread", "is_known_target", "last_input", "layer_ids", "layer_of", "loads_kind",
-    "norm_before_fc", "num_aux_hidden_states", "other_class", "parameters", "positions", "quantisation_refused",
-    "read_quantisation", "refusals", "repaired", "rope_settings", "rotation_fault", "scheme_of", "serves_kind",
-    "skips_fc", "target_class", "target_refusals", "uses_aux_hidden_state", "why_it_cannot_serve", "with_defaults",
-]  # fmt: skip

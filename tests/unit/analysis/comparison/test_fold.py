@@ -5,6 +5,7 @@ elsewhere is said in one sentence.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -24,6 +25,7 @@ from typer.testing import CliRunner
 from eagle_trace import open_trace
 from eagle_trace.cli.main import app
 from eagle_trace.errors import SchedulerError, TraceDamagedError, UsageError
+from eagle_trace.extras import way_to
 from eagle_trace.partfile import PartFile
 from eagle_trace.sitedata import RowGroup
 from eagle_trace.store import open_store
@@ -276,7 +278,7 @@ def test_a_scheduler_without_workers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_without_dask_the_option_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "distributed", None)
-    with pytest.raises(UsageError, match=r"pip install 'eagle-trace\[dask\]'"):
+    with pytest.raises(UsageError, match=re.escape(way_to("dask"))):
         Dask("tcp://127.0.0.1:8786")
 
 

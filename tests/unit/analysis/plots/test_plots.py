@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,6 +14,7 @@ import pytest
 
 from eagle_trace.capture import Statistics
 from eagle_trace.errors import TraceNotFoundError, UsageError
+from eagle_trace.extras import way_to
 from eagle_trace.reader import open_trace
 from eagle_trace_analysis import Diff, diff, plots
 from eagle_trace_analysis.comparison.rowwise import RowFigures
@@ -224,5 +226,5 @@ def test_without_plotly_the_way_out_is_named(
     draw: Callable[[Diff], Any], results: dict[str, Diff], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "plotly.graph_objects", None)
-    with pytest.raises(UsageError, match=r"pip install 'eagle-trace\[notebook\]'"):
+    with pytest.raises(UsageError, match=re.escape(way_to("notebook"))):
         draw(results["agree"])

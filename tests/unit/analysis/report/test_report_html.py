@@ -23,8 +23,7 @@ from eagle_trace.printable import printable
 from eagle_trace.reader import open_trace
 from eagle_trace_analysis import Diff, diff
 from eagle_trace_analysis.comparison.result import Failure, Gate, Note
-from eagle_trace_analysis.diagnosis.diagnose import diagnosed
-from eagle_trace_analysis.report.causes import CauseView
+from eagle_trace_analysis.diagnosis.diagnose import CauseVerdict, diagnosed
 from eagle_trace_analysis.report.fill import fill
 from eagle_trace_analysis.report.html import render_body, render_html
 from eagle_trace_analysis.report.notebook import diagnosis_html, diff_html
@@ -266,7 +265,7 @@ def test_every_string_of_a_result_that_is_shown_is_shown_as_it_is() -> None:
 
 
 def test_what_is_filled_in_is_escaped_and_every_character_of_it_is_seen() -> None:
-    shown = fill("causes_cell.html", causes=[CauseView("a\x1b[2J<b>\u202e'\"", "confirmed", ())])
+    shown = fill("causes_cell.html", causes=[CauseVerdict("a\x1b[2J<b>\u202e'\"", "confirmed", "")])
     assert "a\\u001b[2J&lt;b&gt;\\u202e&#39;&#34;" in shown
 
 
