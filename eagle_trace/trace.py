@@ -33,6 +33,8 @@ from eagle_trace.tables import last_prompts, read_table, whole_params
 from eagle_trace.valuereader import SketchReader, ValueReader
 
 _RANK = re.compile(r"rank(\d+)-")
+#: a table of at most so many bytes is kept once it was read: a comparison asks for most of them several times
+_KEPT_BYTES = 8 << 20
 
 
 class Trace:
@@ -56,6 +58,7 @@ class Trace:
         self.missing = missing
         self._sites: dict[str, list[SiteData]] = {}
         self._rows_of: dict[str, Rows] = {}
+        self._tables: dict[str, pa.Table] = {}
 
     def __repr__(self) -> str:
         state = "" if self.sealed else ", unsealed"
@@ -114,7 +117,15 @@ class Trace:
         return sum(part.rows for _, part in self._parts(f"{name}.parquet"))
 
     def table(self, name: str) -> pa.Table:
-        """One of the tables beside values/ as Arrow; empty if the trace has none of it."""
+        """One of the tables beside values/ as Arrow; empty if the trace has none of it. Read once, if it is small."""
+        if name in self._tables:
+            return self._tables[name]
+        table = self._read_table(name)
+        if table.nbytes <= _KEPT_BYTES:
+            self._tables[name] = table
+        return table
+
+    def _read_table(self, name: str) -> pa.Table:
         schema = TABLES[name]
         tables = []
         for _, part in self._parts(f"{name}.parquet"):

@@ -259,8 +259,9 @@ def _picked_by_offsets(head: StoredTensor, d2t: StoredTensor) -> bool:
     if len(same) < FEWEST_PAIRS or not len(other):
         return False
     many = FEWEST_PAIRS if head.remote else PAIRS
+    # read as they are asked for: of a head that was not picked so, the first pair says it
     alike, differ = (
-        [head.rows([at, at + 1]) for at in places[np.unique(np.linspace(0, len(places) - 1, many).astype(np.int64))]]
+        (head.rows([at, at + 1]) for at in places[np.unique(np.linspace(0, len(places) - 1, many).astype(np.int64))])
         for places in (same, other)
     )
     return all(np.array_equal(one[0], one[1]) and bool(one.any()) for one in alike) and not any(

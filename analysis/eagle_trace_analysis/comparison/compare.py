@@ -42,7 +42,7 @@ class Compared:
         errors: rho of each of them, float64 [P].
         logits: what only logits have, of each of them; None for other sites.
         worst_rows: the rows of `worst` on both sides, [1, W] each, where they came by.
-        worst_statistics: the recorded statistics of `worst` on the train and the serve side, where they came by.
+        statistics: the recorded statistics of `worst` on the train and the serve side, where they came by.
     """
 
     metrics: Metrics
@@ -51,7 +51,7 @@ class Compared:
     errors: NDArray[np.float64]
     logits: Logits | None = None
     worst_rows: WorstRows | None = None
-    worst_statistics: tuple[Statistics, Statistics] | None = None
+    statistics: tuple[Statistics, Statistics] | None = None
 
 
 @dataclass(frozen=True)
@@ -337,5 +337,5 @@ def compare_statistics(part: Part) -> dict[int, Compared]:
         )
         worst = int(faulty.argmax()) if faulty.any() else int(rho[at].argmax())
         row = at[[worst]]
-        found[int(step)] = Compared(metrics, int(row[0]), at, rho[at], worst_statistics=(y.take(row), x.take(row)))
+        found[int(step)] = Compared(metrics, int(row[0]), at, rho[at], statistics=(y.take(row), x.take(row)))
     return found

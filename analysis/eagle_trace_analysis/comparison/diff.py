@@ -337,9 +337,7 @@ class _Comparison:
         exceeded = tolerance.exceeded(metrics)
         divergence = None
         if metrics.nonfinite_train or metrics.nonfinite_serve or exceeded:
-            facts = row_facts(
-                self.train, self.serve, name, pairs, found.worst, found.worst_rows, found.worst_statistics
-            )
+            facts = row_facts(self.train, self.serve, name, pairs, found.worst, found.worst_rows, found.statistics)
             row = row_key(self.alignment, pairs, found.worst)
             divergence = numeric_divergence(name, step, metrics, tolerance, exceeded)
             divergence = replace(divergence, train=facts[0], serve=facts[1], row=row)

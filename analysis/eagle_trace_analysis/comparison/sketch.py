@@ -73,7 +73,7 @@ def compare_sketches(part: Part) -> dict[int, Compared]:
         faulty = (xs.nonfinite > 0) | (ys.nonfinite > 0)
         worst = int(faulty.argmax()) if faulty.any() else int(rho.argmax())
         metrics, row = sketch_metrics(total, rho, xs, ys, width), at[[worst]]
-        found[int(step)] = Compared(metrics, int(row[0]), at, rho, worst_statistics=(y.take(row), x.take(row)))
+        found[int(step)] = Compared(metrics, int(row[0]), at, rho, statistics=(y.take(row), x.take(row)))
     return found
 
 

@@ -13,7 +13,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import DeepseekV3Config, LlamaConfig
-from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention, DeepseekV3RotaryEmbedding
 
 from eagle_trace import open_trace
 from eagle_trace.errors import CheckpointError, UsageError
@@ -70,6 +69,9 @@ def rope_parameters(yarn: Yarn | None) -> dict[str, Any]:
 @pytest.mark.parametrize("interleaved", [True, False], ids=["neighbours", "halves"])
 @pytest.mark.parametrize("yarn", YARNS)
 def test_its_attention_is_that_of_transformers(yarn: str, interleaved: bool) -> None:
+    # seconds, which every worker would take that collects this file
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention, DeepseekV3RotaryEmbedding
+
     shape = replace(SHAPE, yarn=YARNS[yarn], interleaved=interleaved, eps=1e-6)
     ours = random(LatentAttention(shape))
     config = DeepseekV3Config(
