@@ -16,10 +16,8 @@ from eagle_trace.sites import ROW_SITES, TOPK_SITES, Site
 from eagle_trace_analysis.comparison.metrics import IdMetrics
 from eagle_trace_analysis.comparison.params import shown_at
 from eagle_trace_analysis.comparison.result import Divergence, Note, RowKey, SiteResult
-from eagle_trace_analysis.comparison.words import LISTED
 from eagle_trace_analysis.pairing.align import Alignment, not_materialised, position_offset, unequal_tokens
 from eagle_trace_analysis.pairing.pairs import Pairs
-from eagle_trace_analysis.pairing.ranks import check_ranks
 
 Int = NDArray[np.int64]
 Int32 = NDArray[np.int32]
@@ -34,24 +32,6 @@ def check_families(train: Trace, serve: Trace) -> None:
             f"{train.path} is of a draft of the family {said[0]}, {serve.path} of the family {said[1]}: they compute "
             "different things; record the same draft on both sides"
         )
-
-
-def trace_notes(trace: Trace) -> list[Note]:
-    """What makes one trace less than whole: no checksums, no seal, an early end, ranks that differ."""
-    notes = []
-    if trace.unchecked:
-        text = f"{trace.path} has no checksums ({len(trace.unchecked)} files): damage may go unnoticed"
-        notes.append(Note("no-checksums", text))
-    if not trace.sealed:
-        lost = f": {'; '.join(trace.missing[:3])}" if trace.missing else ""
-        notes.append(Note("partial", f"{trace.path} was not finished or is damaged{lost}"))
-    if early := trace.manifest.ended_early:
-        notes.append(Note("stopped", f"{trace.path}: {early}"))
-    if found := check_ranks(trace):
-        more = f"; and {len(found) - LISTED} more" if len(found) > LISTED else ""
-        text = "; ".join(one.text for one in found[:LISTED])
-        notes.append(Note("ranks", f"{trace.path}: ranks differ at {text}{more}"))
-    return notes
 
 
 def dtype_notes(train: Trace, serve: Trace, rounding: str) -> list[Note]:

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eagle_trace.capture import LEVELS
+from eagle_trace.errors import IncomparableError
 from eagle_trace.reader import Trace
 from eagle_trace.sites import TOPK_SITES, Site, family_of, sites_of
 from eagle_trace_analysis.comparison.acceptance import accept_length, contradiction
@@ -22,20 +23,20 @@ from eagle_trace_analysis.comparison.checks import (
     dtype_notes,
     row_key,
     shapes_of,
-    trace_notes,
 )
 from eagle_trace_analysis.comparison.compare import Compared, SiteFold
 from eagle_trace_analysis.comparison.fold import Executor, Threads, fold
 from eagle_trace_analysis.comparison.frontier import find_frontier, shape_order
 from eagle_trace_analysis.comparison.metrics import ANY_NUMBERS, IdMetrics, Metrics
-from eagle_trace_analysis.comparison.params import differing, other_form
+from eagle_trace_analysis.comparison.notes import notes_on
+from eagle_trace_analysis.comparison.params import differing
 from eagle_trace_analysis.comparison.prediction import predict
 from eagle_trace_analysis.comparison.result import Diff, Note, SiteResult
 from eagle_trace_analysis.comparison.rowwise import RowFigures
 from eagle_trace_analysis.comparison.site import site_fold
 from eagle_trace_analysis.comparison.sketch import WORDS, widened
 from eagle_trace_analysis.comparison.tipped import Tipped, beside_tipped
-from eagle_trace_analysis.comparison.tolerance import FACTOR, Tolerances, check_floors
+from eagle_trace_analysis.comparison.tolerance import FACTOR, Tolerances
 from eagle_trace_analysis.comparison.topk import check_topk
 from eagle_trace_analysis.comparison.words import (
     LISTED,
@@ -43,7 +44,6 @@ from eagle_trace_analysis.comparison.words import (
     extent,
     numeric_divergence,
     provenance,
-    some,
     why_no_rows,
 )
 from eagle_trace_analysis.comparison.worst import row_facts
@@ -95,10 +95,19 @@ def diff(
     train, serve = in_order(reference, other)
     check_families(train, serve)
     if floors is not None:
-        check_floors(train, floors)
+        _check_floors(train, floors)
     comparison = _Comparison(train, serve, executor or Threads(), floors, tolerance)
     found = comparison.run(minimum_share)
     return replace(found.roles.said(found), figures=comparison.figures)
+
+
+def _check_floors(train: Trace, floors: Trace) -> None:
+    if floors.table("floors").num_rows == 0:
+        raise IncomparableError(
+            f"{floors.path} holds no rounding floors to lend: give the trace of a training (record --mode train)"
+        )
+    if train.table("floors").num_rows:
+        raise IncomparableError(f"{train.path} has measured floors of its own: leave --floors out")
 
 
 class _Comparison:
@@ -318,7 +327,9 @@ class _Comparison:
         exceeded = tolerance.exceeded(metrics)
         divergence = None
         if metrics.nonfinite_train or metrics.nonfinite_serve or exceeded:
-            facts = row_facts(self.train, self.serve, name, pairs, found.worst, found.worst_rows, found.statistics)
+            facts = row_facts(
+                self.train, self.serve, name, pairs, found.worst, found.worst_rows, found.worst_statistics
+            )
             row = row_key(self.alignment, pairs, found.worst)
             divergence = numeric_divergence(name, step, metrics, tolerance, exceeded)
             divergence = replace(divergence, train=facts[0], serve=facts[1], row=row)
@@ -370,16 +381,7 @@ class _Comparison:
             self.notes.append(Note("sketch", WORDS))
         if not self.roles.usual:
             self._add_partings()
-        self.notes += [*trace_notes(self.train), *trace_notes(self.serve)]
-        if wrong := differing(self.train, self.serve):
-            text = f"as loaded, {some([name for name, _, _ in wrong])} in serving are not the trained ones"
-            self.notes.append(Note("parameters", text))
-        if unlike := other_form(self.train, self.serve):
-            text = f"not compared with the trained ones, since they are held in another form: {some(unlike)}"
-            self.notes.append(Note("parameters-form", text))
-        digests = {self.train.manifest.prompts_digest, self.serve.manifest.prompts_digest}
-        if len(digests) > 1 and "" not in digests:
-            self.notes.append(Note("prompts-digest", "the two sides were recorded on different sets of prompts"))
+        self.notes += notes_on(self.train, self.serve)
 
     def _add_partings(self) -> None:
         """Where greedy answers part: at which token, how long they ran together, and that nothing follows from it."""

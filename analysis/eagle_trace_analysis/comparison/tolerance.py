@@ -57,7 +57,6 @@ from functools import cache
 from math import sqrt
 from typing import Any
 
-from eagle_trace.errors import IncomparableError
 from eagle_trace.reader import Trace
 from eagle_trace.sites import Site
 from eagle_trace_analysis.comparison.metrics import Metrics
@@ -78,16 +77,6 @@ ROUNDINGS_PER_TARGET_LAYER = 16
 UNKNOWN_TARGET_LAYERS = 32
 
 _TARGET = "target.hidden."
-
-
-def check_floors(train: Trace, floors: Trace) -> None:
-    """Raises IncomparableError where `floors` has none to lend, or the train trace has its own."""
-    if floors.table("floors").num_rows == 0:
-        raise IncomparableError(
-            f"{floors.path} holds no rounding floors to lend: give the trace of a training (record --mode train)"
-        )
-    if train.table("floors").num_rows:
-        raise IncomparableError(f"{train.path} has measured floors of its own: leave --floors out")
 
 
 @dataclass(frozen=True)
