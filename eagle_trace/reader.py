@@ -48,8 +48,9 @@ def open_trace(path: str | Path, *, allow_partial: bool = False) -> Trace:
     """
     store = open_store(path)
     try:
-        is_file = store.is_file()
-        sizes = {} if is_file else store.sizes()
+        sizes = store.sizes()
+        # a file lists nothing, or itself; of a folder, a place such as a web server may say that it is a file
+        is_file = sizes.keys() <= {""} and store.is_file()
         there = bool(sizes) or store.is_folder()
     except OSError as error:
         raise TraceError(f"cannot read {path}: {reason(error)}") from error

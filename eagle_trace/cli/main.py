@@ -51,7 +51,7 @@ class _Commands(TyperGroup):
         try:
             return super().invoke(ctx)
         except EagleTraceError as error:
-            say(f"eagle-trace: {printable(error, keep=LINES)}", err=True)
+            say(f"eagle-trace: {error}", err=True)
             ctx.exit(error.exit_status)
         except Exception as error:
             if type(error).__module__.split(".")[0] in ("click", "typer") or (
@@ -63,7 +63,7 @@ class _Commands(TyperGroup):
         except KeyboardInterrupt as error:
             terminated = isinstance(error, _Terminated)
             words = ["terminated" if terminated else "interrupted", *getattr(error, "__notes__", ())]
-            say(f"eagle-trace: {printable('; '.join(words))}", err=True)
+            say(f"eagle-trace: {'; '.join(words)}", err=True)
             ctx.exit(TERMINATED if terminated else INTERRUPTED)
 
 

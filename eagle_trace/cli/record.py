@@ -169,7 +169,7 @@ def record(
     path = _run(run, common, quiet=quiet)
     typer.echo(printable(f"Wrote {path}"))
     _say_early(path)
-    typer.echo(printable(next_line(_next_command(mode, path, replay, target)), keep="\n"))
+    typer.echo(next_line(_next_command(mode, path, replay, target)))
 
 
 def _trainer(name: str | None, draft: Path) -> tuple[Callable[..., Place], Any]:
@@ -237,11 +237,11 @@ def _record_command(command: list[str], own: tuple[object, ...], *, out: str, **
 
     recorded = record_command(command, out=as_place(out), **options)
     if recorded.trace:
-        typer.echo(f"Wrote {recorded.trace}", err=True)
+        typer.echo(printable(f"Wrote {recorded.trace}"), err=True)
     if recorded.trace and not recorded.problem:
         _say_early(recorded.trace)
     if recorded.problem:
-        say(printable(f"eagle-trace: {recorded.problem}"), err=True)
+        say(f"eagle-trace: {recorded.problem}", err=True)
     elif recorded.trace:
         typer.echo(next_line(f"eagle-trace show {recorded.trace}"), err=True)
     raise typer.Exit(recorded.status)

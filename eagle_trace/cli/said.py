@@ -9,6 +9,8 @@ import textwrap
 
 import typer
 
+from eagle_trace.printable import printable
+
 #: what is there to be copied: between backticks, or an installation
 _COMMAND = re.compile(r"`[^`\n]+`|pip install( -\S+)* ('[^'\n]+'|\S+)")
 #: stands for a blank in a command
@@ -16,7 +18,8 @@ _BLANK = "\0"
 
 
 def say(text: str, *, err: bool = False) -> None:
-    """Print sentences, to standard output or standard error."""
+    """Print sentences, to standard output or standard error, such that nothing in them steers a terminal."""
+    text = printable(text, keep="\n\t")
     stream = sys.stderr if err else sys.stdout
     typer.echo(wrapped(text, shutil.get_terminal_size().columns) if stream.isatty() else text, err=err)
 
@@ -34,5 +37,6 @@ def _wrapped(line: str, width: int) -> str:
 
 def next_line(command: str) -> str:
     """What to type next, on a line of its own where a terminal is too narrow for both."""
+    command = printable(command)
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     return f"Next:\n  {command}" if width is not None and len(command) + 6 > width else f"Next: {command}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -31,6 +32,8 @@ class Hooks:
     def __init__(self, guard: Guard = unguarded) -> None:
         self._guard = guard
         self._undo: list[Callable[[], None]] = []
+        # a host's thread and the one that takes orders may both take off; wrappers of one name come off in their order
+        self._removing = threading.RLock()
 
     def __enter__(self) -> Hooks:
         return self
@@ -90,10 +93,11 @@ class Hooks:
 
     def remove(self) -> None:
         """Take everything off, last hung first; an interrupt, or one that fails, keeps none of the others on."""
-        while self._undo:
-            undo = self._undo.pop()
-            try:
-                undo()
-            except BaseException:
-                self.remove()
-                raise
+        with self._removing:
+            while self._undo:
+                undo = self._undo.pop()
+                try:
+                    undo()
+                except BaseException:
+                    self.remove()
+                    raise

@@ -19,6 +19,7 @@ from typing import Any
 from eagle_trace.checkpoints import read_config
 from eagle_trace.errors import EagleTraceError, HostError, PromptsError, RecordingError
 from eagle_trace.prompts import check_tokens, tokenize
+from eagle_trace.reader import open_trace
 from eagle_trace.recording.hosts import find_host
 from eagle_trace.recording.wanted import Wanted
 from eagle_trace.store import Place
@@ -138,8 +139,8 @@ class Server:
             "argv": list(argv),
         }
         with self._alive():
-            self._remote.start(body)
             try:
+                self._remote.start(body)
                 self._progress(f"recording {len(request.prompts)} prompts")
                 answers = self._ask(request, token_ids, recording=True)
             except KeyboardInterrupt as interrupt:
@@ -155,12 +156,13 @@ class Server:
     def _keep(self, out: Place, interrupt: KeyboardInterrupt) -> None:
         """Seal what was recorded up to here while the server still lives; where that is no row, nothing stays."""
         try:
-            ended = begun(partial(self._remote.finish, {}, "record was interrupted")).result(KEEP_SECONDS).last
+            begun(partial(self._remote.finish, {}, "record was interrupted")).result(KEEP_SECONDS)
+            rows = len(open_trace(out).rows)
         except (EagleTraceError, TimeoutError):
             return  # the server is gone, or its disk hangs: what is whole there stays as it is
-        if ended.outcome == "sealed" and ended.rows:
+        if rows:
             interrupt.add_note(f"what was recorded up to here is sealed in {out}")
-        elif ended.outcome == "sealed":
+        else:
             prepare_output(out, force=True)
 
     def _wait_until_ready(self) -> None:

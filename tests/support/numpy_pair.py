@@ -39,8 +39,8 @@ from tests.support.numpy_target import (
 from tests.support.pairs import DRAFT
 
 SETTINGS: dict[str, dict[str, Any]] = {
-    "train": {"features": "compute"},
-    "serve": {"algorithm": "EAGLE3", "sglang_args": []},
+    "train": {"features": "compute", "routers": {"read": [], "unread": []}},
+    "serve": {"algorithm": "EAGLE3", "sglang_args": [], "kv_cache_dtype": "auto"},
 }
 UNIT = {"float32": 2.0**-24, "bfloat16": 2.0**-8}
 STEPS, TOPK = 3, 10

@@ -14,6 +14,7 @@ from eagle_trace_analysis.checkpoint.check import check
 from eagle_trace_analysis.checkpoint.export import export
 from eagle_trace_analysis.engines.vllm import engine
 from eagle_trace_vllm.releases import RELEASES
+from tests.support import rope_numbers
 from tests.support.tiny_speculators import LAYER_IDS, random_prompts, write_pair, write_prompts
 from tests.vllm.conftest import Serve, Train
 
@@ -99,6 +100,37 @@ def test_the_class_has_the_parameters_that_the_table_lists(form: dict[str, Any],
         assert used == set(listed)
         assert found["fc.weight"] == listed["fc.weight"]
         assert check(draft, target=pair.target, reference=pair.draft, engine=vllm).exit_status == 0
+
+
+def _rotates(config: dict[str, Any]) -> bool:
+    """Whether vLLM builds tables of cosines and sines that can be computed with."""
+    import torch
+    from vllm.model_executor.layers.rotary_embedding import get_rope
+
+    try:
+        made = get_rope(
+            config["head_dim"], config["max_position_embeddings"], True, dict(config["rope_parameters"]), torch.float32
+        )
+    except Exception:  # noqa: BLE001 - whatever stops the engine
+        return False
+    return bool(len(made.cos_sin_cache) and made.cos_sin_cache.isfinite().all() and made.cos_sin_cache.any())
+
+
+def test_a_rotary_embedding_passes_exactly_where_the_tables_are_numbers() -> None:
+    from vllm.config import VllmConfig, set_current_vllm_config
+
+    wrong, judged = [], 0
+    # longrope asks a whole model's config
+    cells = [cell for cell in rope_numbers.cells() if cell[0].startswith("llama") and "longrope" not in cell[0]]
+    with set_current_vllm_config(VllmConfig()):
+        for name, config in cells:
+            vllm = engines.ENGINES["vllm"]
+            sound = not vllm.refusals(config) and vllm.rotation_fault(vllm.with_defaults(config)) is None
+            judged += 1
+            if sound != _rotates(config):
+                wrong.append(f"{name}: {'passes' if sound else 'fails'}, and should not")
+    assert judged > 250
+    assert not wrong, "\n".join(wrong)
 
 
 def test_what_export_writes_is_served_as_it_was_trained(folder: Path, serve: Serve, train: Train) -> None:

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from eagle_trace.capture import Rows
 from eagle_trace_analysis.causes.base import RECORD_VALUES, Cause, Outcome, confirmed, not_tested, ruled_out
-from eagle_trace_analysis.comparison.metrics import relative_error
+from eagle_trace_analysis.comparison.metrics import row_errors
 from eagle_trace_analysis.comparison.tolerance import UNIT
 from eagle_trace_analysis.evidence.context import Context
 from eagle_trace_analysis.replay.recorded import Recorded
@@ -36,7 +36,7 @@ def check(context: Context) -> Outcome:
         return not_tested("no draft step was recorded with the row above it", RECORD_VALUES)
     # the carry is handed on as it is: no more than a change of dtype lies between
     allowed = 4 * max(UNIT.get(recorded.trace.manifest.dtype, 0.0), UNIT["float32"])
-    error = _row_error(hidden.values[rows], carry.values[parents[rows]])
+    error = row_errors(hidden.values[rows], carry.values[parents[rows]])
     bad = rows[error > allowed]
     if not len(bad):
         return ruled_out(
@@ -60,11 +60,6 @@ def check(context: Context) -> Outcome:
     )
 
 
-def _row_error(x: Real, y: Real) -> Real:
-    d, wide = x.astype(np.float64) - y, y.astype(np.float64)
-    return relative_error((d * d).sum(axis=1), (wide * wide).sum(axis=1))
-
-
 def _sources(recorded: Recorded, hidden: Real, bad: Int, parents: Int, allowed: float) -> list[str]:
     """For each bad row whose start is a carry of the trace, whose it is."""
     found = []
@@ -74,7 +69,7 @@ def _sources(recorded: Recorded, hidden: Real, bad: Int, parents: Int, allowed: 
         if carries is None or not carries.present.any():
             continue
         at = np.flatnonzero(carries.present)
-        error = _row_error(np.broadcast_to(hidden[row], (len(at), hidden.shape[1])), carries.values[at])
+        error = row_errors(np.broadcast_to(hidden[row], (len(at), hidden.shape[1])), carries.values[at])
         best = int(at[error.argmin()])
         if error.min() > allowed:
             continue

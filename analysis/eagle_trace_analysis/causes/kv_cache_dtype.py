@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from eagle_trace_analysis.causes.base import RECORD_VALUES, Cause, Outcome, confirmed, not_tested, ruled_out
 from eagle_trace_analysis.comparison.cached import Kept, kept
-from eagle_trace_analysis.comparison.metrics import Metrics, relative_error
+from eagle_trace_analysis.comparison.metrics import Metrics, row_errors
 from eagle_trace_analysis.comparison.tolerance import FACTOR, ONE_ROUNDING, SPREAD, UNKNOWN_TARGET_LAYERS
 from eagle_trace_analysis.evidence.context import Context
 from eagle_trace_analysis.evidence.layers import target_layers
@@ -111,8 +109,8 @@ def _of_target(context: Context, pair: Pair) -> _Found:
     # each layer rounds its keys and its values, and the errors of the layers add in squares
     may = min(MOST, FACTOR * SPREAD["rho_max"] * ONE_ROUNDING * unit * (2.0 * layers) ** 0.5)
     figures = (
-        f"{sites[0]} differs by {worst:.1e} in the worst row{_by_round(context)}, where rounding the keys and values "
-        f"of {layers} layers may do {may:.1e}"
+        f"the features, from {sites[0]} on, differ by {worst:.1e} in the worst row{_by_round(context)}, where rounding "
+        f"the keys and values of {layers} layers may do {may:.1e}"
     )
     if not worst <= may:
         return _Found(f"{figures}: that is not all", sites)
@@ -124,8 +122,7 @@ def _by_round(context: Context) -> str:
     features = context.features
     if features is None or features.single or features.served[0].shape != features.trained[0].shape:
         return ""
-    d, y = (part.astype(np.float64) for part in (features.served[0] - features.trained[0], features.trained[0]))
-    error = relative_error(np.square(d).sum(axis=1), np.square(y).sum(axis=1))
+    error = row_errors(features.served[0], features.trained[0])
     prefill = features.serve_keys.round == 0
     if prefill.all() or not prefill.any():
         return ""

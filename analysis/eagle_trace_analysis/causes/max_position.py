@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from eagle_trace_analysis.causes.base import RECORD_VALUES, Cause, Outcome, confirmed, not_tested, ruled_out
-from eagle_trace_analysis.comparison.metrics import relative_error
 from eagle_trace_analysis.evidence.context import Context
 from eagle_trace_analysis.replay.replay import Recomputed
 from eagle_trace_analysis.trainers.speculators import DECODER
@@ -31,8 +30,7 @@ def check(context: Context) -> Outcome:
         for step in replay.recorded.steps:
             found = replay.recompute(site, step)
             if isinstance(found, Recomputed):
-                d, y = found.recorded - found.expected, found.expected
-                rho = relative_error((d * d).sum(axis=1), (y * y).sum(axis=1))
+                rho = found.row_errors
                 beyond = replay.recorded.keys.position[found.rows] >= int(limit)
                 inside += rho[~beyond].tolist()
                 outside += rho[beyond].tolist()

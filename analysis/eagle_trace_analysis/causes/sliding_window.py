@@ -7,7 +7,6 @@ from collections.abc import Iterator
 import numpy as np
 
 from eagle_trace_analysis.causes.base import Cause, Hypothesis, Outcome, counterfactual
-from eagle_trace_analysis.comparison.metrics import relative_error
 from eagle_trace_analysis.evidence.context import Context
 from eagle_trace_analysis.replay.attention import View
 from eagle_trace_analysis.replay.replay import Recomputed, Replay, Replayed
@@ -56,8 +55,7 @@ def fit_window(replay: Replay, node: Replayed) -> int | None:
     found = replay.recompute(node.site, node.step)
     if not isinstance(found, Recomputed):
         return None
-    d, y = found.recorded - found.expected, found.expected
-    worst = np.argsort(-relative_error((d * d).sum(axis=1), (y * y).sum(axis=1)))[:WINDOW_ROWS]
+    worst = np.argsort(-found.row_errors)[:WINDOW_ROWS]
     rows = found.rows[worst]
     keys = replay.recorded.keys.take(rows)
     view = View(replay.recorded, by_root=False)

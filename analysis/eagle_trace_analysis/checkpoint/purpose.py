@@ -57,37 +57,6 @@ def purpose_of(draft: Path) -> Purpose:
     return Purpose(SGLANG, f"the config is flat, which is {SGLANG.TITLE}'s format")
 
 
-def not_deployed(deployed: Path, trained: Path | None = None, engine: Engine = SGLANG) -> str | None:
-    """Why a folder given as the deployed draft is not one that the engine loads, but one that a trainer wrote.
-
-    Args:
-        deployed: what was given as the deployed draft.
-        trained: what was given as the trained one: whether the two are swapped is then said.
-        engine: what serves the draft.
-
-    Returns:
-        One sentence without a full stop, with the way out; None if the folder may be a deployed one.
-
-    Raises:
-        CheckpointError: a folder has no config that can be read.
-    """
-    form = _training_format(deployed)
-    if form is None or form in engine.READS:
-        return None
-    why = f"{deployed} is in {form}'s format, which {engine.TITLE} does not load"
-    if trained is not None and trained.is_dir() and _training_format(trained) is None:
-        return f"{why}, and {trained} is as a server loads it: --trained and --deployed are swapped"
-    return f"{why}: give it with --trained, and what `eagle-trace export` makes of it with --deployed"
-
-
-def _training_format(draft: Path) -> str | None:
-    """The trainer in whose own format a folder is; None for a server's, and for a file, which is refused elsewhere."""
-    if is_state_folder(draft):
-        return "specforge"
-    trainer = None if draft.is_file() else trainer_of(read_config(draft))
-    return trainer.NAME if trainer is not None else None
-
-
 def purpose_of_export(draft: Path) -> Purpose:
     """The first engine that does not load a folder as it is: there is nothing to write for one that does.
 

@@ -152,24 +152,8 @@ def check_rope(subject: Subject) -> Finding:
     if subject.trained_layer is None and doubt is not None:
         return warned(name, doubt.cause or cause, doubt.why, doubt.fix)
     if subject.trained_layer is None:
-        form = _form(subject.full)
-        if served["rope_type"] not in ("default", form, f"deepseek_{form}"):
-            why = f"it names the form {form}, of which {subject.engine.ARCHITECTURE} makes {served['rope_type']}"
-            return warned(name, cause, f"{why}: {words}", "set its form and its numbers as trained")
-        if runs_backwards(served):
-            fast, slow = served.get("beta_fast", 32), served.get("beta_slow", 1)
-            why = f"beta_fast is {fast}, beta_slow {slow}: yarn then divides fast rotations and leaves slow ones"
-            return warned(name, cause, why, "set beta_fast and beta_slow as trained")
-        share = subject.served.get("partial_rotary_factor", 1.0)
-        if share != 1:
-            return warned(
-                name,
-                cause,
-                f"partial_rotary_factor is {share}: the engine rotates that share of a head, and transformers' llama "
-                "layer, with which drafts are trained, rotates whole heads whatever the key says",
-                "remove partial_rotary_factor, unless it was trained with a layer that reads it",
-            )
-        return skipped(name, cause, f"served with {words}; {subject.ask}")
+        odd = _odd_rope(subject, served)
+        return warned(name, cause, *odd) if odd else skipped(name, cause, f"served with {words}; {subject.ask}")
     trained = subject.trained_rope or {}
     differ = [
         f"{key} is {served.get(key)}, trained {trained.get(key)}"
@@ -191,10 +175,25 @@ def check_rope(subject: Subject) -> Finding:
     return passed(name, cause, f"{words}, as trained")
 
 
-def _form(config: Mapping[str, Any]) -> str:
-    """The form of rotary embedding that a config names."""
-    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    return str(rope.get("rope_type") or rope.get("type") or "default")
+def _odd_rope(subject: Subject, served: Mapping[str, Any]) -> tuple[str, str] | None:
+    """What is unlikely to have been trained so, and the way out; None if nothing is."""
+    rope = subject.full.get("rope_scaling") or subject.full.get("rope_parameters") or {}
+    form = rope.get("rope_type") or rope.get("type") or "default"
+    if served["rope_type"] not in ("default", form, f"deepseek_{form}"):
+        made = f"{subject.engine.ARCHITECTURE} makes {served['rope_type']}"
+        return f"the config names the form {form}, of which {made}", "set its form and its numbers as trained"
+    if runs_backwards(served):
+        fast, slow = served.get("beta_fast", 32), served.get("beta_slow", 1)
+        why = f"beta_fast is {fast}, beta_slow {slow}: yarn then divides fast rotations and leaves slow ones"
+        return why, "set beta_fast and beta_slow as trained"
+    share = subject.served.get("partial_rotary_factor", 1.0)
+    if share != 1:
+        return (
+            f"partial_rotary_factor is {share}: the engine rotates that share of a head, and transformers' llama "
+            "layer, with which drafts are trained, rotates whole heads whatever the key says",
+            "remove partial_rotary_factor, unless it was trained with a layer that reads it",
+        )
+    return None
 
 
 def _rope_fix(differ: list[str], trained: dict[str, Any]) -> str:

@@ -34,23 +34,6 @@ def check_families(train: Trace, serve: Trace) -> None:
         )
 
 
-def dtype_notes(train: Trace, serve: Trace, rounding: str) -> list[Note]:
-    """That the sides compute in two dtypes, of which rounding to `rounding` is allowed, or cache keys in two."""
-    notes, computed = [], [trace.manifest.dtype for trace in (train, serve)]
-    if len(set(computed)) > 1 and all(computed):
-        text = f"training computes in {computed[0]}, serving in {computed[1]}: what rounding to "
-        notes.append(Note("dtypes", text + f"{rounding} may do is no divergence"))
-    for name, whose in (("kv_cache_dtype", "the target"), ("draft_kv_cache_dtype", "the draft")):
-        kept = [trace.manifest.settings.get(name, trace.manifest.dtype) for trace in (train, serve)]
-        for side, held, dtype in zip(("training", "serving"), kept, computed, strict=True):
-            if isinstance(held, str) and held != dtype and len(set(map(str, kept))) > 1:
-                text = (
-                    f"{side} keeps keys and values of {whose} in {held} and computes in {dtype}: rows that attend to "
-                )
-                notes.append(Note("kv-cache", text + "its cache carry that rounding, for which no floor allows"))
-    return notes
-
-
 def shapes_of(trace: Trace) -> Shapes:
     """Width and dtype of each value site a trace knows: of its rows where it kept some, else as the host
     showed them.

@@ -20,15 +20,20 @@ from eagle_trace_analysis.comparison.checks import (
     check_positions,
     check_shapes,
     check_tokens,
-    dtype_notes,
     row_key,
     shapes_of,
 )
 from eagle_trace_analysis.comparison.compare import Compared, SiteFold
 from eagle_trace_analysis.comparison.fold import Executor, Threads, fold
 from eagle_trace_analysis.comparison.frontier import find_frontier, shape_order
-from eagle_trace_analysis.comparison.metrics import ANY_NUMBERS, IdMetrics, Metrics
-from eagle_trace_analysis.comparison.notes import notes_on
+from eagle_trace_analysis.comparison.metrics import ANY_NUMBERS, Metrics
+from eagle_trace_analysis.comparison.notes import (
+    benign_notes,
+    dtype_notes,
+    parting_notes,
+    row_notes,
+    trace_notes,
+)
 from eagle_trace_analysis.comparison.params import differing
 from eagle_trace_analysis.comparison.prediction import predict
 from eagle_trace_analysis.comparison.result import Diff, Note, SiteResult
@@ -39,7 +44,6 @@ from eagle_trace_analysis.comparison.tipped import Tipped, beside_tipped
 from eagle_trace_analysis.comparison.tolerance import FACTOR, Tolerances
 from eagle_trace_analysis.comparison.topk import check_topk
 from eagle_trace_analysis.comparison.words import (
-    LISTED,
     both,
     extent,
     numeric_divergence,
@@ -140,7 +144,13 @@ class _Comparison:
         reason = self._nothing_in_common()
         if reason is None:
             results = self._compare()
-        self._add_notes(results)
+        self.benign += benign_notes(results, self.tipped)
+        self.notes += row_notes(self.alignment, self.serve, self.roles)
+        self.notes += dtype_notes(self.train, self.serve, self.tolerances.dtype)
+        if self.level == "sketch":
+            self.notes.append(Note("sketch", WORDS))
+        self.notes += parting_notes(self.alignment, self.roles)
+        self.notes += trace_notes(self.train, self.serve)
         frontier = find_frontier(self.sites, results)
         ordered = self._in_order({node: replace(result, frontier=node in frontier) for node, result in results.items()})
         if reason is None and not frontier:
@@ -167,8 +177,7 @@ class _Comparison:
             traces={"train": provenance(self.train), "serve": provenance(self.serve)},
         )
 
-    # ---- what can be compared
-    # ---------------------------------------------------------------------------------
+    # ---- what can be compared ------------------------------------------------------------------------------
 
     def _known_sites(self) -> list[Site]:
         names = set(self.shapes[0]) | set(self.shapes[1])
@@ -231,8 +240,7 @@ class _Comparison:
         kept = both(self.train.kept_sites, self.serve.kept_sites, "sites with values")
         return f"no values were compared, though nothing else differs: {kept}. Record both sides with the same --sites"
 
-    # ---- the comparison
-    # ---------------------------------------------------------------------------------------
+    # ---- the comparison ------------------------------------------------------------------------------------
 
     def _compare(self) -> Results:
         results: Results = {}
@@ -247,7 +255,9 @@ class _Comparison:
             results["position", step] = result
         sites = [site for site in self.sites if site.kind == "value" and site.name not in faults]
         results |= self._compare_values(sites)
-        results, self.tipped = beside_tipped(self.train, self.sites, results, self.figures.errors, self._judged_again)
+        results, self.tipped = beside_tipped(
+            self.train, self.sites, self.tolerances.dtype, results, self.figures.errors, self._judged_again
+        )
         if self.level != "shapes" and not set(TOPK_SITES) & set(faults) and self._both_have(TOPK_SITES[0]):
             wrong = [
                 step for (site, step), result in results.items() if site == "logits" and result.verdict == "diverged"
@@ -335,60 +345,8 @@ class _Comparison:
             divergence = replace(divergence, train=facts[0], serve=facts[1], row=row)
         return SiteResult(name, step, coverage, metrics, tolerance, divergence)
 
-    # ---- the result
-    # -------------------------------------------------------------------------------------------
+    # ---- the result ----------------------------------------------------------------------------------------
 
     def _in_order(self, results: Results) -> list[SiteResult]:
         order = {site.name: index for index, site in enumerate(shape_order(self.sites))}
         return [results[node] for node in sorted(results, key=lambda node: (node[1], order[node[0]]))]
-
-    def _add_notes(self, results: Results) -> None:
-        agreeing = [
-            (result.metrics.rho_max, result)
-            for result in results.values()
-            if result.verdict == "agree" and isinstance(result.metrics, Metrics) and result.metrics.rho_max > 0
-        ]
-        if agreeing:
-            worst, at = max(agreeing, key=lambda item: item[0])
-            allowed = at.tolerance.allowed["rho_max"] if at.tolerance else 0.0
-            text = f"{len(agreeing)} sites and steps differ by rounding only, at most {worst:.2g} "
-            text += f"({at.site}, step {at.step}; {allowed:.2g} allowed)"
-            self.benign.append(Note("rounding", text))
-        if self.tipped is not None and self.tipped.verdict == "excused":
-            text = f"{self.tipped.text}; what follows from them is left out"
-            self.benign.append(Note("router-tipped", text))
-        steps = self.alignment.rows.train_keys.step[self.alignment.rows.train]
-        if len(steps) and not steps.any() and self.serve.rows.step.any():
-            text = "only step 0 was compared: record the train side with --replay to compare draft steps too"
-            if not self.roles.usual:
-                text = "only step 0 was compared: the two have no draft row in common"
-            self.notes.append(Note("draft-steps", text))
-        lacking = self.alignment.coverage.unmatched_serve
-        if self.alignment.same_run and lacking:
-            text = (
-                f"{lacking} of {len(self.serve.rows)} rows of the serve trace are not in the replay of it, so nothing "
-            )
-            text += "is said of them: training was recorded with fewer steps or a selection, or the server computed "
-            text += "rows that its own books do not know"
-            self.notes.append(Note("replay-lacks", text))
-        excused = sum(r.metrics.excused for r in results.values() if isinstance(r.metrics, IdMetrics))
-        if excused:
-            self.benign.append(
-                Note("tie-flips", f"{excused} rows pick another best id within the margin of the logits' error")
-            )
-        self.notes += dtype_notes(self.train, self.serve, self.tolerances.dtype)
-        if self.level == "sketch":
-            self.notes.append(Note("sketch", WORDS))
-        if not self.roles.usual:
-            self._add_partings()
-        self.notes += notes_on(self.train, self.serve)
-
-    def _add_partings(self) -> None:
-        """Where greedy answers part: at which token, how long they ran together, and that nothing follows from it."""
-        parted = self.alignment.partings()
-        if not parted:
-            return
-        said = "; ".join(one.words(self.roles.reference, self.roles.other) for one in parted[:LISTED])
-        more = f"; and {len(parted) - LISTED} more" if len(parted) > LISTED else ""
-        text = f"{len(parted)} of {len(self.alignment.prompt_keys)} answers part: {said}{more}. Up to there rows are "
-        self.notes.append(Note("answers-part", text + "compared; what follows a parting is not, and is no divergence"))

@@ -51,6 +51,12 @@ def relative_error(error: Float64, power: Float64) -> Float64:
     return np.sqrt(ratio(error, power))
 
 
+def row_errors(x_TW: Float32 | Float64, y_TW: Float32 | Float64) -> Float64:
+    """rho of each row of x against y, float64 [T]."""
+    wide = y_TW.astype(np.float64)
+    return relative_error(np.square(x_TW - wide).sum(axis=1), np.square(wide).sum(axis=1))
+
+
 def scale_factor(cross: Float64, power: Float64) -> Float64:
     """<x, y> / <y, y>: 1.045 is a vector 4.5 % too long, 0 a wrong direction. 1 where both are zero."""
     with np.errstate(divide="ignore", invalid="ignore"):

@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import erfc, exp, lgamma, log
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,7 +37,7 @@ from eagle_trace.reader import Trace
 from eagle_trace.sites import Site
 from eagle_trace_analysis.comparison.metrics import Metrics
 from eagle_trace_analysis.comparison.result import SiteResult
-from eagle_trace_analysis.comparison.tolerance import sources
+from eagle_trace_analysis.comparison.tolerance import UNIT, sources
 from eagle_trace_analysis.pairing.pairs import Pairs
 
 Int = NDArray[np.int64]
@@ -77,8 +77,9 @@ class Margins:
     @classmethod
     def read(cls, train: Trace) -> Margins | None:
         """Those of a trace; None if it measured none, or has no layer with experts below its features."""
-        said, ids = train.manifest.settings.get("routers"), train.manifest.draft.get("layer_ids")
-        if not isinstance(said, Mapping) or not ids or not (said.get("read") or said.get("unread")):
+        said, ids = train.manifest.settings.get("routers"), _numbers(train.manifest.draft.get("layer_ids"))
+        unread = _numbers(said.get("unread")) if isinstance(said, Mapping) else ()
+        if not isinstance(said, Mapping) or not ids or not (said.get("read") or unread):
             return None
         table = train.table("routing")
         prompt, root, layer, gap, noise = (
@@ -87,7 +88,7 @@ class Margins:
         cuts: dict[Row, list[tuple[int, float]]] = {}
         for p, r, n, g, s in zip(prompt, root, layer, gap, noise, strict=True):
             cuts.setdefault((p, r), []).append((n, g / s if s > 0 else float("inf")))
-        return cls(cuts, tuple(said.get("unread") or ()), tuple(int(i) for i in ids))
+        return cls(cuts, unread, ids)
 
     def tipping(self, row: Row, below: int) -> int | None:
         """The lowest layer below `below` at which a row may have tipped."""
@@ -108,7 +109,8 @@ class Tipped:
 
     Attributes:
         verdict: ``excused`` (left out, and what is left agrees), ``many`` (they explain the features, but too few rows
-            would be left), ``other`` (they do not explain them), ``unread`` (not all routers were read).
+            would be left), ``other`` (they do not explain them), ``unread`` (not all routers were read, or not in this
+            precision).
         site: the first feature that differs.
         tipped: rows that went to other experts, with the layer and gap / noise.
         behind: rows behind them, which attend to them above that layer.
@@ -145,8 +147,8 @@ class Tipped:
         behind = f", and {len(self.behind)} behind them attend to one" if self.behind else ""
         return (
             f"the target sent {len(self.tipped)} of {self.rows} rows to other experts{behind}: two scores of a router "
-            f"were {ratio:.1f} to {widest:.1f} times as far apart as rounding in {self.dtype} moves them (root {root}, "
-            f"layer {layer}, the least), where it tips about {self.expected:.0f} rows by {TIPS:g} times at most"
+            f"were {ratio:.1f} to {widest:.1f} times as far apart as rounding in {self.dtype} moves them (nearest: "
+            f"root {root}, layer {layer}), and rounding tips about {self.expected:.0f} of these rows"
         )
 
 
@@ -175,6 +177,7 @@ Judge = Callable[[Mapping[str, Pairs]], Results]
 def beside_tipped(
     train: Trace,
     sites: Sequence[Site],
+    dtype: str,
     results: Results,
     errors: Callable[[str], tuple[Pairs, Float64]],
     judge: Judge,
@@ -184,6 +187,7 @@ def beside_tipped(
     Args:
         train: the reference.
         sites: of the pair, in forward order.
+        dtype: the lower precision of the two sides.
         results: of all sites.
         errors: pairs of a site, and the error of each.
         judge: compares sites again.
@@ -191,23 +195,56 @@ def beside_tipped(
     Returns:
         The results, and what the margins say; None where features agree or no margins were measured.
     """
-    margins = Margins.read(train)
-    wrong = [one for one in results.values() if one.site.startswith(_FEATURE) and one.divergence is not None]
-    if margins is None or not wrong or any(one.divergence.kind != "values" for one in wrong if one.divergence):
+    margins = Margins.read(train) if any(map(_by_values, results.values())) else None
+    if margins is None:
         return results, None
-    if any(not isinstance(one.metrics, Metrics) or one.metrics.nonfinite_train + one.metrics.nonfinite_serve
-           for one in wrong):  # fmt: skip
-        return results, None
+    flow = _Flow(sites)
+    wrong = [one for node, one in results.items() if one.divergence is not None and flow.reaches(node, _FEATURE)]
+    given = [one for one in wrong if one.site.startswith(_FEATURE)]
     features = _features(margins, results, errors)
-    found = replace(_explained(margins, features, wrong[0].site), dtype=train.manifest.dtype)
+    if not features or not any(map(_by_values, wrong)) or not all(map(_by_values, given)):
+        return results, None
+    own, site = train.manifest.dtype, (given or wrong)[0].site
+    if UNIT.get(dtype, 1.0) > UNIT.get(own, 1.0):
+        why = f"the margins of the target's routers were measured in {own}, and one side computes in {dtype}"
+        return results, Tipped("unread", site, why=why) if given else None
+    found = _explained(margins, features, site)
+    if not given and not found.tipped:
+        # rows that tip may be within a floor in which they tipped as well, while what is made of them is not
+        return results, None
+    found = replace(found, dtype=own)
     if found.verdict != "excused":
         return results, found
-    judged = _judged_anew(sites, results, found, lambda site: errors(site)[0], judge)
+    judged = _judged_anew(flow, results, found, lambda site: errors(site)[0], judge)
     left = next((one for one in judged.values() if one.site.startswith(_FEATURE) and one.divergence is not None), None)
     if left is not None and left.divergence is not None:
         why = f"without the {len(found.left_out)} rows that may have tipped, {left.site} still differs"
         return results, replace(found, verdict="other", why=f"{why} ({left.divergence.why})")
     return results | judged, found
+
+
+def _numbers(value: Any) -> tuple[int, ...]:
+    """A list of a manifest that should hold whole numbers; none if it is something else."""
+    found = tuple(value) if isinstance(value, list) else ()
+    return found if all(isinstance(one, int) for one in found) else ()
+
+
+def left_out(results: Iterable[SiteResult]) -> str:
+    """How many rows follow from those that tipped, and are not compared, in words."""
+    counts = [
+        (skipped, one.site, one.step, one.coverage.matched + skipped)
+        for one in results
+        if one.coverage is not None and (skipped := one.coverage.skipped_train.get(SKIPPED, 0))
+    ]
+    most, site, step, rows = max(counts)
+    return f"what follows from them is not compared, at most {most} of {rows} rows ({site}, step {step})"
+
+
+def _by_values(one: SiteResult) -> bool:
+    """Whether a site diverged by numbers that are all finite."""
+    if one.divergence is None or one.divergence.kind != "values" or not isinstance(one.metrics, Metrics):
+        return False
+    return not (one.metrics.nonfinite_train or one.metrics.nonfinite_serve)
 
 
 def _features(margins: Margins, results: Results, errors: Callable[[str], tuple[Pairs, Float64]]) -> list[_Feature]:
@@ -239,12 +276,15 @@ def _explained(margins: Margins, features: Sequence[_Feature], site: str) -> Tip
                 narrow = margins.narrowest(row, one.layer)
                 if narrow is not None:
                     tipped.setdefault(row, narrow)
+    before: dict[int, list[tuple[int, int]]] = {}
+    for (prompt, root), layer in started.items():
+        before.setdefault(prompt, []).append((root, layer))
     behind: set[Row] = set()
     for one in features:
         for row, error in one.error.items():
             if error <= one.moved or margins.tipping(row, one.layer) is not None:
                 continue
-            if any(p == row[0] and r < row[1] and layer + 2 <= one.layer for (p, r), layer in started.items()):
+            if any(root < row[1] and layer + 2 <= one.layer for root, layer in before.get(row[0], ())):
                 behind.add(row)
             elif error > one.allowed:
                 narrow = margins.narrowest(row, one.layer)
@@ -272,18 +312,14 @@ def _at_least(count: int, mean: float) -> float:
 
 
 def _judged_anew(
-    sites: Sequence[Site], results: Results, found: Tipped, pairs_of: Callable[[str], Pairs], judge: Judge
+    flow: _Flow, results: Results, found: Tipped, pairs_of: Callable[[str], Pairs], judge: Judge
 ) -> Results:
     """Every site that diverged and is computed from the features, without what follows from rows that tipped.
 
     What attention has touched follows from all rows before it, so there a tipped row takes those behind it along, if
     it is not enough to leave it out itself.
     """
-    flow = _Flow(sites)
-    open_ = {
-        node for node, one in results.items()
-        if one.divergence is not None and one.divergence.kind == "values" and flow.reaches(node, _FEATURE)
-    }  # fmt: skip
+    open_ = {node for node, one in results.items() if _by_values(one) and flow.reaches(node, _FEATURE)}
     first = {p: min(r for q, r in found.left_out if q == p) for p, _ in found.left_out}
     judged: Results = {}
     for behind in (False, True):

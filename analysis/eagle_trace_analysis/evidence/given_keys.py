@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from eagle_trace_analysis.comparison.metrics import relative_error
 from eagle_trace_analysis.evidence.context import Context
 from eagle_trace_analysis.replay.attention import View, cached_sites
 from eagle_trace_analysis.replay.replay import Recomputed
@@ -37,10 +36,10 @@ def errors_over_given(context: Context, site: str, given: dict[int, Given]) -> t
         found = whole.recompute(site, step)
         if not isinstance(found, Recomputed):
             continue
-        d, y = found.recorded - found.expected, found.expected
-        rho = relative_error((d * d).sum(axis=1), (y * y).sum(axis=1))
         keys = replay.recorded.keys.take(found.rows)
-        for prompt, root, error in zip(keys.prompt_id.tolist(), keys.root.tolist(), rho.tolist(), strict=True):
+        for prompt, root, error in zip(
+            keys.prompt_id.tolist(), keys.root.tolist(), found.row_errors.tolist(), strict=True
+        ):
             (seeing if prompt in given and root > given[prompt][2].min() else others).append(error)
     return seeing, others, allowed
 

@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eagle_trace.sites import Site, sites_of
-from eagle_trace_analysis.comparison.metrics import quantile, relative_error
+from eagle_trace_analysis.comparison.metrics import quantile, relative_error, row_errors
 from eagle_trace_analysis.comparison.tolerance import BLOCK_TERMS, FACTOR, LOST, ONE_ROUNDING, UNIT
 from eagle_trace_analysis.replay.attention import View
 from eagle_trace_analysis.replay.families import Step, steps_of
@@ -64,6 +64,11 @@ class Recomputed:
     rows: Int
     channels: Int
     limits: Limits
+
+    @property
+    def row_errors(self) -> Real:
+        """Relative L2 error of each row, float64 [T]."""
+        return row_errors(self.recorded, self.expected)
 
     @cached_property
     def systematic(self) -> Systematic | None:

@@ -11,11 +11,10 @@ import numpy as np
 import pytest
 
 from eagle_trace.demo import prompts_file
-from eagle_trace.errors import HostError
+from eagle_trace.errors import HostError, TraceUnsealedError
 from eagle_trace.manifest import Manifest
 from eagle_trace.store import open_store
 from eagle_trace_serving import process, server
-from eagle_trace_serving.answers import Ended
 from eagle_trace_sglang.host import HOST as SGLANG
 from eagle_trace_vllm.host import HOST as VLLM
 from tests.support import checkpoints as make
@@ -64,19 +63,25 @@ def hangs(*_: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("finish", "kept", "left"),
+    ("finish", "rows", "kept", "left"),
     [
-        (lambda *_: SimpleNamespace(last=Ended("sealed", rows=3)), True, ["manifest.json"]),
-        (lambda *_: SimpleNamespace(last=Ended("sealed")), False, []),
-        (lambda *_: SimpleNamespace(last=Ended("failed", rows=3)), False, ["manifest.json"]),
-        (gone, False, ["manifest.json"]),
-        (hangs, False, ["manifest.json"]),
+        (lambda *_: None, 3, True, ["manifest.json"]),
+        (lambda *_: None, 0, False, []),
+        (lambda *_: None, None, False, ["manifest.json"]),
+        (gone, 3, False, ["manifest.json"]),
+        (hangs, 3, False, ["manifest.json"]),
     ],
 )
 def test_an_interruption_waits_for_the_seal_and_neither_for_a_server_that_is_gone_nor_for_one_that_hangs(
-    finish: Any, kept: bool, left: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    finish: Any, rows: int | None, kept: bool, left: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def opened(_path: Path) -> Any:
+        if rows is None:
+            raise TraceUnsealedError("not sealed")
+        return SimpleNamespace(rows=[0] * rows)
+
     monkeypatch.setattr(server, "KEEP_SECONDS", 0.1)
+    monkeypatch.setattr(server, "open_trace", opened)
     out, interrupt = tmp_path / "out", KeyboardInterrupt()
     out.mkdir()
     Manifest("serve", "values", "sglang").write(open_store(out), "manifest.json")

@@ -111,6 +111,7 @@ def rope_settings(config: Mapping[str, Any]) -> dict[str, Any]:
 def rotation_fault(full: Mapping[str, Any]) -> Refusal | None:
     """Why the rotary embedding of a config with defaults cannot be computed with; None if it can."""
     rope, own = rope_settings(full), full.get("original_max_position_embeddings")
+    rope.pop("attention_factor", None)  # transformers' and vLLM's
     if own and rope["rope_type"] != "default":
         rope["original_max_position_embeddings"] = own
     return rotation.rotation_fault(rope, int(full["head_dim"]), int(full["max_position_embeddings"]))

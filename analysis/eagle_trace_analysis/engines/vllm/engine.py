@@ -13,6 +13,7 @@ from typing import Any
 
 from eagle_trace.checkpoints import class_names
 from eagle_trace.recording import names as recorded
+from eagle_trace_analysis.engines import rotation
 from eagle_trace_analysis.engines.base import Engine, Gap
 from eagle_trace_analysis.engines.refusal import Refusal, shown
 from eagle_trace_analysis.engines.sglang import accepts
@@ -33,6 +34,8 @@ OTHER_NAMES: Mapping[str, Collection[str]] = {}
 FAMILY, LAYER, MODEL_TYPE, LAYER_SIZES = shared.FAMILY, shared.LAYER, shared.MODEL_TYPE, shared.LAYER_SIZES
 #: formats that the engine reads as they are
 READS = frozenset({"speculators"})
+#: keys of a rotary embedding that SGLang reads and this engine does not
+UNREAD_OF_ROPE = frozenset({"attn_factor", "extrapolation_factor"})
 #: the target's embedding is shared only where the draft ships none, or the same
 REPLACES_EMBEDDING = False
 
@@ -49,11 +52,14 @@ norm_before_fc = shared.norm_before_fc
 
 def rotation_fault(full: Mapping[str, Any]) -> Refusal | None:
     """Why the rotary embedding of a config with defaults cannot be computed with; None if it can."""
-    share = rope_settings(full)["partial_rotary_factor"]
+    rope = {key: value for key, value in rope_settings(full).items() if key not in UNREAD_OF_ROPE}
+    share = rope["partial_rotary_factor"]
     if not 0 < share <= 1:
         why = f"partial_rotary_factor is {shown(share)}: {TITLE} stops at what is not a share of a head"
         return Refusal("partial_rotary_factor", why, "remove partial_rotary_factor, or set it as trained")
-    return shared.rotation_fault(full)
+    if rope["rope_type"] == "dynamic" and "alpha" not in rope and "max_trained_positions" not in rope:
+        rope["factor"] = 1.0  # its base grows with what exceeds the trained positions, which is nothing then
+    return rotation.rotation_fault(rope, int(full["head_dim"]), int(full["max_position_embeddings"]))
 
 
 def is_qwen3(config: Mapping[str, Any]) -> bool:

@@ -115,9 +115,15 @@ def test_a_server_that_rounds_nothing_is_no_case_whatever_it_says(
     assert words in one.evidence
 
 
-def test_a_fault_of_attention_is_found_over_a_cache_that_rounds(tmp_path: Path) -> None:
-    result, _, _ = run(cached(E4M3, "fp8_e4m3", window=12), tmp_path)
-    assert "sliding-window" in confirmed(result)
+@pytest.mark.parametrize(
+    ("cause", "fault"),
+    [("sliding-window", {"window": 12}), ("kv-not-refreshed", {"stale": True}), ("softmax-scale", {"scale": 0.1})],
+)
+def test_a_fault_of_attention_is_found_over_a_cache_that_rounds(
+    cause: str, fault: dict[str, Any], tmp_path: Path
+) -> None:
+    result, _, _ = run(cached(E4M3, "fp8_e4m3", **fault), tmp_path)
+    assert cause in confirmed(result)
 
 
 @pytest.mark.parametrize("swapped", [False, True])

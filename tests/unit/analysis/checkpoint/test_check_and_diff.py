@@ -1,14 +1,15 @@
-"""`diff` gives no advice on a deployed draft that `check` of the same folder contradicts."""
+"""`check` and `diff` speak of one fault under one cause, and give no advice on a draft that contradicts."""
 
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from eagle_trace.reader import Trace, open_trace
-from eagle_trace_analysis import diff
+from eagle_trace_analysis import causes, diff
 from eagle_trace_analysis.checkpoint.check import check
 from eagle_trace_analysis.checkpoint.export import export
 from eagle_trace_analysis.checkpoint.files import open_checkpoint
@@ -18,6 +19,7 @@ from tests.support import checkpoints as make
 from tests.support.pairs import DRAFT, TARGET
 
 GOLDEN = Path(__file__).parents[3] / "golden"
+ROOT = Path(__file__).parents[4]
 
 
 @pytest.fixture(scope="module")
@@ -55,3 +57,24 @@ def test_a_draft_whose_fc_takes_three_is_told_the_same_by_both(pair: tuple[Trace
     draft = deployed(tmp_path)
     (finding,) = (one for one in check(draft, target=TARGET).findings if one.status is Status.FAIL)
     assert (finding.name, fix_of_diff(pair, draft)) == ("aux-hidden-state", finding.fix)
+
+
+def causes_by_check() -> dict[str, set[str]]:
+    """The causes that each check speaks of, as docs/check.md has them."""
+    lines = (ROOT / "docs/check.md").read_text(encoding="utf-8").splitlines()
+    table = lines[lines.index("| check | cause | reads | fails (warns) when | passes when |") + 2 :]
+    rows = [line.split("|") for line in table[: table.index("")]]
+    return {row[1].strip(): {one.strip() for one in row[2].split(",") if one.strip()} for row in rows}
+
+
+def test_every_check_speaks_of_causes_that_diff_knows_and_causes_of_checks_that_there_are() -> None:
+    known = causes_by_check()
+    assert len(known) > 25
+    # what the dtype rounds is a note of `diff`
+    assert set().union(*known.values()) - {"rounding"} <= causes.REGISTRY.keys()
+    for finding in check(DRAFT, target=TARGET).findings:
+        assert not finding.cause or finding.cause in known[finding.name]
+    sources = "".join(path.read_text() for path in Path(causes.__file__).parent.glob("*.py"))
+    asked = set(re.findall(r"(?:context\.(?:fix|failed)\(|as_trained\(\s*context,)\s*\"([a-z-]+)\"", sources))
+    assert len(asked) > 8
+    assert asked <= known.keys()

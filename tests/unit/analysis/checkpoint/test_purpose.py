@@ -13,7 +13,7 @@ from eagle_trace.cli.main import app
 from eagle_trace.errors import CheckpointError, OutputExistsError
 from eagle_trace_analysis.checkpoint.check import check
 from eagle_trace_analysis.checkpoint.finding import Status
-from eagle_trace_analysis.checkpoint.purpose import not_deployed, purpose_of, purpose_of_export, write_for
+from eagle_trace_analysis.checkpoint.purpose import purpose_of, purpose_of_export, write_for
 from eagle_trace_analysis.engines import ENGINES, SGLANG
 from tests.support import checkpoints as make
 from tests.support import latent
@@ -154,23 +154,3 @@ def test_vllm_keeps_an_embedding_of_the_drafts_own(healthy: Folders, tmp_path: P
     }
     assert (said["sglang"].status, said["vllm"].status) == (Status.FAIL, Status.PASS)
     assert said["vllm"].evidence == "vLLM keeps the draft's own where it is not the target's"
-
-
-def test_a_trainers_folder_given_as_deployed_is_told_and_so_is_a_swap(healthy: Folders, tmp_path: Path) -> None:
-    assert not_deployed(healthy.flat, healthy.draft) is None
-    swapped = not_deployed(healthy.draft, healthy.flat)
-    assert swapped is not None
-    assert "is in speculators's format, which SGLang does not load" in swapped
-    assert swapped.endswith(f"{healthy.flat} is as a server loads it: --trained and --deployed are swapped")
-    for trained in (None, healthy.draft, tmp_path / "nothing"):
-        alone = not_deployed(healthy.draft, trained)
-        assert alone is not None
-        assert alone.endswith("give it with --trained, and what `eagle-trace export` makes of it with --deployed")
-    # vLLM loads what speculators wrote
-    assert not_deployed(healthy.draft, healthy.flat, VLLM) is None
-
-
-def test_a_checkpoint_in_training_is_not_a_deployed_draft(healthy: Folders, tmp_path: Path) -> None:
-    (tmp_path / "training_state.pt").write_bytes(b"")
-    for engine in ENGINES.values():
-        assert "specforge's format" in str(not_deployed(tmp_path, None, engine))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,7 +28,9 @@ Cut = tuple[int, int, int, float]
 Move = tuple[int, int, int, float]
 
 
-def trained(folder: Path, cuts: Iterable[Cut] | None, unread: Iterable[int] = ()) -> Trace:
+def trained(
+    folder: Path, cuts: Iterable[Cut] | None, unread: Iterable[int] = (), floors: Iterable[dict[str, Any]] = ()
+) -> Trace:
     """A training whose target's routers came near to other experts at `cuts` alone; None for one that measured none."""
     settings = {"features": "compute"}
     routers = {} if cuts is None else {"routers": {"read": [0, 1, 2, 3, 4, 5], "unread": list(unread)}}
@@ -36,7 +39,7 @@ def trained(folder: Path, cuts: Iterable[Cut] | None, unread: Iterable[int] = ()
         for prompt, root, layer, ratio in cuts or ()
     ]
     side = Side("train", noise_seed=1, settings=settings | routers, draft={"layer_ids": IDS})
-    return write_trace(folder / "train.trace", side, PROMPTS, routing=routing)
+    return write_trace(folder / "train.trace", side, PROMPTS, routing=routing, floors=list(floors))
 
 
 def served(folder: Path, moves: Iterable[Move], side: Side | None = None) -> Trace:
@@ -61,9 +64,7 @@ def verdict_of(found: Diff) -> Outcome:
 
 @pytest.fixture
 def compared(tmp_path: Path) -> Callable[..., Diff]:
-    def compare(
-        cuts: Iterable[Cut] | None, moves: Iterable[Move], side: Side | None = None, **more: Iterable[int]
-    ) -> Diff:
+    def compare(cuts: Iterable[Cut] | None, moves: Iterable[Move], side: Side | None = None, **more: Any) -> Diff:
         train, serve = trained(tmp_path, cuts, **more), served(tmp_path, moves, side)
         return diff(train, serve)
 
@@ -179,6 +180,39 @@ def test_nothing_is_excused_or_ruled_out_where_margins_are_not_known(
     verdict = verdict_of(found)
     assert verdict.verdict == "not_tested"
     assert words in verdict.evidence
+
+
+def floor_that_tipped(site: str) -> dict[str, Any]:
+    """A floor whose rows are near to each other but for one, which went to other experts in the reference."""
+    low, high = dict.fromkeys(("rho_median", "rho_p99"), 1e-7), dict.fromkeys(("rho_max", "channel_p99"), 1.0)
+    facts = {"site": site, "step": 0, "dtype": "float32", "reference": "float64", "rows": ROWS}
+    return facts | low | high | {"channel_median": 0.5, "channel_max": 1.0}
+
+
+def test_a_row_that_tipped_within_a_floor_that_did_so_as_well_is_left_out_of_what_is_made_of_it(
+    compared: Callable[..., Diff],
+) -> None:
+    floors = [floor_that_tipped(f"target.hidden.{number}") for number in range(3)]
+    moves = [(1, 4, 1, 1.0)]
+    assert compared([(1, 4, 3, 0.2)], moves, floors=floors).verdict == "agree"
+
+
+def test_what_is_made_of_features_that_agree_is_not_excused_without_a_row_that_tipped(
+    compared: Callable[..., Diff],
+) -> None:
+    fault = only("fc.out", 0, lambda _rows, values: 1.05 * values)
+    found = compared([(1, 4, 3, 0.2)], [], Side("serve", noise_seed=2, fault=fault))
+    assert found.first_divergence is not None
+    assert found.first_divergence.site == "fc.out"
+    assert verdict_of(found).evidence == "no feature of the target differs"
+
+
+def test_margins_of_another_precision_say_nothing(compared: Callable[..., Diff]) -> None:
+    found = compared([(1, 4, 3, 0.2)], [(1, 4, 1, 1.0)], Side("serve", dtype="bfloat16"))
+    assert found.verdict == "diverged"
+    verdict = verdict_of(found)
+    assert verdict.verdict == "not_tested"
+    assert "measured in float32, and one side computes in bfloat16" in verdict.evidence
 
 
 def test_of_features_that_agree_no_row_is_left_out(compared: Callable[..., Diff]) -> None:
