@@ -60,7 +60,8 @@ def test_a_trained_draft_alone_is_exported_and_agrees(compare: Compare, tmp_path
     assert done.exit_code == 0, done.output
     last = ending_of(done.stdout)
     assert last[0].startswith("agree: ")
-    assert "eagle-trace compare --keep compared " in last[-1]
+    assert last[-1].startswith(("next: eagle-trace ", "  eagle-trace "))
+    assert "--keep compared" in last[-1]
     assert len(last) <= 12
     assert "eight prompts of our own" in done.stderr
     assert not list((tmp_path / "cache").rglob("*.trace")), "a finished comparison leaves nothing behind"

@@ -129,7 +129,7 @@ def test_a_source_tree_without_metadata_is_taken_with_a_warning(
 
 def test_no_sglang_at_all_is_told_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(releases.importlib.util, "find_spec", lambda _name: None)
-    with pytest.raises(HostError, match=re.escape(way_to("serve"))):
+    with pytest.raises(HostError, match=re.escape(f"SGLang is not installed here: {way_to('serve')}")):
         check_release("cpu")
 
 
