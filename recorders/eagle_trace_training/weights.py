@@ -152,12 +152,13 @@ def target_tensor(target: Path, name: str) -> Any:
     Raises:
         CheckpointError: a file is damaged.
     """
+    held = {}
     for file in weight_files(target):
         with weights(file) as tensors:
-            found = sorted(
-                (one for one in tensors.keys() if one == name or one.endswith(f".{name}")),  # noqa: SIM118
-                key=len,
-            )
-            if found:
-                return tensors.get_tensor(found[0])
-    return None
+            held |= {one: file for one in tensors.keys() if one == name or one.endswith(f".{name}")}  # noqa: SIM118
+    if not held:
+        return None
+    # of all files: one that comes first may hold the layer of a target's own draft, with an embedding beside it
+    shortest = min(held, key=len)
+    with weights(held[shortest]) as tensors:
+        return tensors.get_tensor(shortest)

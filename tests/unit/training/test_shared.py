@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from eagle_trace.errors import HostError, UsageError
 from eagle_trace_training.batches import padded
@@ -19,6 +20,7 @@ from eagle_trace_training.entry import Trainer
 from eagle_trace_training.numerics import rounded_tables
 from eagle_trace_training.releases import Releases
 from eagle_trace_training.twin import unwrapped
+from eagle_trace_training.weights import target_tensor
 
 #: a package that is there, in a trainer's place
 PACKAGE, NOW = "pytest", version("pytest")
@@ -140,3 +142,11 @@ def test_padding_and_the_row_behind_a_document_are_no_data() -> None:
     assert batch.first.tolist() == [5, 1]
     assert batch.index(1).tolist() == [0, 1, 4]
     assert padded(given, unshifted=ids).first is None, "another batch than the one that was shifted"
+
+
+def test_what_a_target_holds_of_a_name_is_looked_for_in_all_its_files(tmp_path: Path) -> None:
+    # the layer that a target drafts with itself stands in an earlier file, with an embedding of its own
+    save_file({"model.layers.61.embed_tokens.weight": torch.zeros(4, 2)}, tmp_path / "model-00001-of-00002.safetensors")
+    save_file({"model.embed_tokens.weight": torch.ones(4, 2)}, tmp_path / "model-00002-of-00002.safetensors")
+    assert target_tensor(tmp_path, "embed_tokens.weight").tolist() == torch.ones(4, 2).tolist()
+    assert target_tensor(tmp_path, "lm_head.weight") is None
