@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ from typer.testing import CliRunner
 
 from eagle_trace.cli import main
 from eagle_trace.errors import HostError
+from eagle_trace.extras import way_to
 from eagle_trace_serving import releases
 from eagle_trace_serving.sources import HookPoint
 from eagle_trace_sglang.releases import HOOK_POINTS, SAMPLING, TESTED, WRONG_ON_CPU, check_release, missing_names
@@ -127,7 +129,7 @@ def test_a_source_tree_without_metadata_is_taken_with_a_warning(
 
 def test_no_sglang_at_all_is_told_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(releases.importlib.util, "find_spec", lambda _name: None)
-    with pytest.raises(HostError, match=r"pip install 'eagle-trace\[serve\]'"):
+    with pytest.raises(HostError, match=re.escape(f"SGLang is not installed here: {way_to('serve')}")):
         check_release("cpu")
 
 
