@@ -336,6 +336,7 @@ _SETTINGS = {
     "server_counts": optional(mapped(plain)),
     "selection": optional(mapped(plain)),
     "layer_channels": optional(listed(small)),
+    "routers": optional(mapped(listed(small))),
 }
 
 #: whether a field's value is what it must be

@@ -178,7 +178,7 @@ def test_a_healthy_pair_agrees_in_bfloat16_in_trees_in_chunks_and_on_two_ranks(
     expect(result, None, None)
 
 
-def test_rows_that_rounding_sent_to_other_experts_are_left_out_where_each_side_ran_the_target(
+def test_rows_that_rounding_sent_to_other_experts_are_no_fault_where_each_side_ran_the_target(
     pair: LatentPair, rounded: Trace
 ) -> None:
     result = pair.diffed(rounded)
@@ -186,15 +186,19 @@ def test_rows_that_rounding_sent_to_other_experts_are_left_out_where_each_side_r
     train = result.figures.train
     # layers below the last feature that have experts: the first has none
     assert train.manifest.settings["routers"] == {"read": list(range(1, max(IDS))), "unread": []}
-    expect(result, None, None)
     notes, said = tipped(result)
-    left_out = [one.coverage.skipped_train.get("router-tipped", 0) for one in result.sites if one.coverage]
-    # which of several near ties tip depends on the processor
-    if max(left_out):
-        assert f"ruled_out: {notes[0].split(';')[0]}" in said
-        assert "bfloat16" in notes[0]
-    else:
+    # which of several near ties tip depends on the processor. In prompts this short much follows from one that does,
+    # and what is left is then too little to say that it agrees
+    if result.verdict == "diverged":
+        assert result.first_divergence is not None
+        assert result.first_divergence.site.startswith("target.hidden.")
+        expect(result, "router-tipped", result.first_divergence.site)
         assert notes == []
+        assert "bfloat16" in said
+        assert "would be left" in said
+    else:
+        expect(result, None, None)
+        assert notes == [] or f"ruled_out: {notes[0].split(';')[0]}" in said
 
 
 def unbiased(tensors: dict[str, Any]) -> None:
@@ -209,7 +213,7 @@ def test_a_router_that_chooses_otherwise_is_not_taken_for_rounding(pair: LatentP
     expect(result, "target-differs", "target.hidden.1")
     notes, said = tipped(result)
     assert notes == []
-    assert "times as far apart as rounding moves them" in said or "no router below" in said
+    assert "times as far apart as rounding moves them" in said or "no router" in said
 
 
 def one_layer(config: dict[str, Any]) -> None:

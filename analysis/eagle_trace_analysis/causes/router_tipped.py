@@ -9,9 +9,11 @@ from eagle_trace_analysis.comparison.tipped import TIPS
 from eagle_trace_analysis.evidence.context import Context
 
 FIX = (
-    "nothing is wrong with the draft: hold it against the server's own features (record --mode train --features "
-    "serve), or record both sides in float32"
+    "nothing shows a fault, and these features cannot show that there is none: compare with the server's own (record "
+    "--mode train --features serve), or record both sides in float32"
 )
+#: what a confirmed cause about the draft's inputs speaks of
+GIVEN = ("target.hidden.", "fused", "token", "position")
 
 
 def check(context: Context) -> Outcome:
@@ -21,13 +23,17 @@ def check(context: Context) -> Outcome:
         return _of_no_rows(context)
     if found.verdict == "unread":
         return not_tested(
-            found.why, "record both sides in one precision: in float32 hardly any two scores are that near"
+            found.why,
+            "record both sides with --level values in one precision: in float32 hardly any two scores are near",
         )
     if found.verdict == "other":
         return ruled_out(found.why)
     if found.verdict == "excused":
         return ruled_out(f"{found.text}: that is no fault, and what is left of the features agrees")
-    evidence = f"{found.text}; that is most of the rows, so too few are left to say that the features agree"
+    for name, one in context.outcomes.items():
+        if one.verdict == "confirmed" and (one.site or "").startswith(GIVEN):
+            return ruled_out(f"that the target's features differ is explained by {name}")
+    evidence = f"{found.text}; without what follows from them the rest cannot be judged: {found.why}"
     return confirmed(evidence, FIX, found.site)
 
 
@@ -51,10 +57,11 @@ CAUSE = Cause(
     "Single rows of the features of a target with experts are far off, and all others agree.",
     "The recorder's figures of every router below the features: in each row that differs two scores were at most "
     f"{TIPS:g} times as far apart as rounding moves them, by the target in the next higher precision. Rows with clear "
-    "scores, or more rows than rounding tips, rule it out. Confirmed only where most rows are concerned: otherwise "
-    "they are left out with a note, and the rest decides.",
-    "Nothing to fix: compare with --features serve, or both sides in float32.",
+    "scores, rows that are zero, scaled or another row's, and more rows than rounding tips rule it out. Confirmed only "
+    "where too few rows would be left without them: otherwise they are left out with a note, and the rest decides.",
+    "Nothing that is known: compare with --features serve, or both sides in float32, where it does not happen.",
     ("target.hidden.0",),
     check,
+    last=True,
     of_training=True,
 )

@@ -142,7 +142,8 @@ def _explained(context: Context, site: str) -> str | None:
     for name, one in context.outcomes.items():
         if one.verdict == "confirmed" and (one.site or "").startswith(given):
             return name
-    return None
+    tipped = context.diff.tipped
+    return "router-tipped" if site != "embed" and tipped is not None and tipped.verdict == "many" else None
 
 
 def _same_layers(context: Context) -> bool:

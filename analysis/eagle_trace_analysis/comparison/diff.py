@@ -40,7 +40,7 @@ from eagle_trace_analysis.comparison.result import Diff, Note, SiteResult
 from eagle_trace_analysis.comparison.rowwise import RowFigures
 from eagle_trace_analysis.comparison.site import site_fold
 from eagle_trace_analysis.comparison.sketch import WORDS, widened
-from eagle_trace_analysis.comparison.tipped import Tipped, beside_tipped
+from eagle_trace_analysis.comparison.tipped import Tipped, beside_tipped, least_left
 from eagle_trace_analysis.comparison.tolerance import FACTOR, Tolerances
 from eagle_trace_analysis.comparison.topk import check_topk
 from eagle_trace_analysis.comparison.words import (
@@ -154,7 +154,7 @@ class _Comparison:
         frontier = find_frontier(self.sites, results)
         ordered = self._in_order({node: replace(result, frontier=node in frontier) for node, result in results.items()})
         if reason is None and not frontier:
-            reason = self._too_little(minimum_share) or self._no_numbers(results)
+            reason = self._too_little(minimum_share, results) or self._no_numbers(results)
         accept = accept_length(self.serve)
         if self.serve.side != self.train.side:
             accept = predict(accept, self.train, self.serve)
@@ -216,16 +216,28 @@ class _Comparison:
         found = [(trace.path, trace.manifest.ended_early) for trace in (self.train, self.serve)]
         return "".join(f"; of {path} {early}" for path, early in found if early)
 
-    def _too_little(self, minimum_share: float) -> str | None:
+    def _too_little(self, minimum_share: float, results: Results) -> str | None:
         coverage = self.alignment.coverage
         if coverage.share >= minimum_share:
-            return None
+            return self._too_few_beside_tipped(minimum_share, results)
         comparable = coverage.matched + coverage.unmatched_serve
         return (
             f"only {coverage.matched} of {comparable} comparable serve rows ({coverage.share:.0%}) "
             f"have a train row, fewer than {minimum_share:.0%}: "
             f"{both(extent(self.train), extent(self.serve), 'rows')}{self._ended_early()}. "
             f"{self._record_again()}, or lower --minimum-share"
+        )
+
+    def _too_few_beside_tipped(self, minimum_share: float, results: Results) -> str | None:
+        """The rest has to speak for rows that the target sent elsewhere as for those that have no partner."""
+        if self.tipped is None or not self.tipped.left_out:
+            return None
+        left = least_left(results.values())
+        if self.alignment.coverage.share * left.share >= minimum_share:
+            return None
+        return (
+            f"only {left.text} are left beside those that follow from a row that rounding sent to other experts, fewer "
+            f"than {minimum_share:.0%}: compare with --features serve, or lower --minimum-share"
         )
 
     def _record_again(self) -> str:
@@ -256,7 +268,12 @@ class _Comparison:
         sites = [site for site in self.sites if site.kind == "value" and site.name not in faults]
         results |= self._compare_values(sites)
         results, self.tipped = beside_tipped(
-            self.train, self.sites, self.tolerances.dtype, results, self.figures.errors, self._judged_again
+            (self.train, self.serve),
+            self.sites,
+            self.tolerances.dtype,
+            results,
+            self.figures.errors,
+            self._judged_again,
         )
         if self.level != "shapes" and not set(TOPK_SITES) & set(faults) and self._both_have(TOPK_SITES[0]):
             wrong = [

@@ -8,7 +8,7 @@ from eagle_trace.reader import Trace
 from eagle_trace_analysis.comparison.metrics import IdMetrics, Metrics
 from eagle_trace_analysis.comparison.params import differing, other_form
 from eagle_trace_analysis.comparison.result import Note, SiteResult
-from eagle_trace_analysis.comparison.tipped import Tipped, left_out
+from eagle_trace_analysis.comparison.tipped import Tipped, least_left
 from eagle_trace_analysis.comparison.words import LISTED, some
 from eagle_trace_analysis.pairing.align import Alignment
 from eagle_trace_analysis.pairing.ranks import check_ranks
@@ -29,7 +29,7 @@ def benign_notes(results: Mapping[tuple[str, int], SiteResult], tipped: Tipped |
         text = f"{len(agreeing)} sites and steps differ by rounding only, at most {worst:.2g} "
         notes.append(Note("rounding", text + f"({at.site}, step {at.step}; {allowed:.2g} allowed)"))
     if tipped is not None and tipped.verdict == "excused":
-        notes.append(Note("router-tipped", f"{tipped.text}; {left_out(results.values())}"))
+        notes.append(Note("router-tipped", f"{tipped.text}; {least_left(results.values()).text} are left to compare"))
     excused = sum(one.metrics.excused for one in results.values() if isinstance(one.metrics, IdMetrics))
     if excused:
         text = f"{excused} rows pick another best id within the margin of the logits' error"

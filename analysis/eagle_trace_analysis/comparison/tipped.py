@@ -8,17 +8,20 @@ that layer on: far beyond any tolerance, and nobody's fault. The train recorder 
 With noise n of a gap g between the dtype and its reference, two implementations in that dtype are sqrt(2) n apart, so
 they choose differently with probability 1/2 erfc(g / 2n). A gap above 4 n tips once in 400 tips and is taken for clear.
 
-**A row is excused** only if the reference's own figures say that it may have tipped: its features differ, and a router
-below had a gap within 4 n for it. Its keys and values enter the rows behind it in the layers above the tipped one, so
-features of those may differ too, two layers above it and higher. The rows are left out, and the comparison is judged
-anew without them: whatever else is wrong shows on the others. Nothing is excused where
+**A row is taken for tipped** only if the reference's own figures say that it may have been: it differs from one feature
+on, a router between that one and the feature before had a gap within 4 n for it, and what was served is still the row's
+own (`own.py`). Its keys and values enter the rows behind it in the layers above the tipped one, so features of those
+may differ too, two layers above it and higher. The comparison is judged anew without these rows: whatever else is
+wrong shows on the others. Nothing is excused where
 
 - a row with clear gaps differs, and is not behind one that tipped: a router that scores otherwise, and any other
   fault, moves those as well;
 - more rows differ than rounding tips, were it twice what was measured;
 - the rest still differs; or a layer chooses its experts in a way that the recorder does not read.
 
-Where more than half of the rows would be left out, the features stay diverged, and the cause says why.
+Agreement has to be shown on what is left, and a fault of the draft may show only on what is not: in draft steps, behind
+a verify round, far from the beginning. So where too few rows of any of these would be left (`_thin`), the features stay
+diverged, and the cause says why.
 """
 
 from __future__ import annotations
@@ -36,6 +39,7 @@ from eagle_trace.capture import Rows
 from eagle_trace.reader import Trace
 from eagle_trace.sites import Site
 from eagle_trace_analysis.comparison.metrics import Metrics
+from eagle_trace_analysis.comparison.own import keeps_values, not_its_own
 from eagle_trace_analysis.comparison.result import SiteResult
 from eagle_trace_analysis.comparison.tolerance import UNIT, sources
 from eagle_trace_analysis.pairing.pairs import Pairs
@@ -54,8 +58,9 @@ TIPS = 4.0
 COARSER = 2.0
 #: a number of rows that rounding tips less often than this is not of its making
 IMPLAUSIBLE = 1e-4
-#: largest share of the rows that may be left out of features that are said to agree
-MOST_LEFT_OUT = 0.5
+#: largest share of the rows of one kind that may be left out of what is said to agree, and of those furthest from the
+#: beginning, where a fault that grows with the position shows
+MOST_LEFT_OUT, MOST_OF_FURTHEST = 0.25, 0.5
 _FEATURE = "target.hidden."
 SKIPPED = "router-tipped"
 
@@ -90,13 +95,14 @@ class Margins:
             cuts.setdefault((p, r), []).append((n, g / s if s > 0 else float("inf")))
         return cls(cuts, unread, ids)
 
-    def tipping(self, row: Row, below: int) -> int | None:
-        """The lowest layer below `below` at which a row may have tipped."""
-        return min((n for n, ratio in self.cuts.get(row, ()) if n < below and ratio <= TIPS), default=None)
+    def tipping(self, row: Row, since: int, below: int) -> int | None:
+        """The lowest layer from `since` on and below `below` at which a row may have tipped."""
+        return min((n for n, ratio in self.cuts.get(row, ()) if since <= n < below and ratio <= TIPS), default=None)
 
-    def narrowest(self, row: Row, below: int) -> tuple[int, float] | None:
-        """The narrowest cut of a row below a layer that was kept: its layer, and gap / noise."""
-        return min((one for one in self.cuts.get(row, ()) if one[0] < below), key=lambda one: one[1], default=None)
+    def narrowest(self, row: Row, since: int, below: int) -> tuple[int, float] | None:
+        """The narrowest cut of a row that was kept of these layers: its layer, and gap / noise."""
+        mine = (one for one in self.cuts.get(row, ()) if since <= one[0] < below)
+        return min(mine, key=lambda one: one[1], default=None)
 
     def expected(self, rows: Iterable[Row], below: int) -> float:
         """How many of `rows` rounding tips below a layer, two implementations rounding alike."""
@@ -108,15 +114,15 @@ class Tipped:
     """What the margins say of features that differ.
 
     Attributes:
-        verdict: ``excused`` (left out, and what is left agrees), ``many`` (they explain the features, but too few rows
-            would be left), ``other`` (they do not explain them), ``unread`` (not all routers were read, or not in this
-            precision).
+        verdict: ``excused`` (left out, and what is left decides), ``many`` (they explain the features, but too few rows
+            would be left to say that the rest agrees), ``other`` (they do not explain them), ``unread`` (not all
+            routers were read, not in this precision, or the values of the features were not kept).
         site: the first feature that differs.
         tipped: rows that went to other experts, with the layer and gap / noise.
         behind: rows behind them, which attend to them above that layer.
         rows: rows of the features that were compared.
         expected: how many of them rounding tips.
-        why: for ``other`` and ``unread``, in words.
+        why: for all but ``excused``, in words.
         dtype: what both sides computed in.
     """
 
@@ -130,9 +136,14 @@ class Tipped:
     dtype: str = ""
 
     @cached_property
+    def moved(self) -> frozenset[Row]:
+        """Rows whose features other experts moved."""
+        return frozenset(self.tipped) | self.behind
+
+    @property
     def left_out(self) -> frozenset[Row]:
         """Rows whose features are not compared; none unless they are excused."""
-        return frozenset(self.tipped) | self.behind if self.verdict == "excused" else frozenset()
+        return self.moved if self.verdict == "excused" else frozenset()
 
     def among(self, keys: Rows) -> Bool:
         """Which rows [T] are left out."""
@@ -158,6 +169,7 @@ class _Feature:
 
     Attributes:
         site, layer: its name, and the decoder layer whose input it is.
+        since: the layer of the feature below, 0 for the lowest.
         error: of each row.
         moved: an error from here on is more than half of healthy rows could have.
         allowed: largest error of a healthy row.
@@ -165,6 +177,7 @@ class _Feature:
 
     site: str
     layer: int
+    since: int
     error: Mapping[Row, float]
     moved: float
     allowed: float
@@ -175,7 +188,7 @@ Judge = Callable[[Mapping[str, Pairs]], Results]
 
 
 def beside_tipped(
-    train: Trace,
+    traces: tuple[Trace, Trace],
     sites: Sequence[Site],
     dtype: str,
     results: Results,
@@ -185,7 +198,7 @@ def beside_tipped(
     """`results` judged anew without rows that rounding sent to other experts, if those explain how features differ.
 
     Args:
-        train: the reference.
+        traces: the reference, and what is held against it.
         sites: of the pair, in forward order.
         dtype: the lower precision of the two sides.
         results: of all sites.
@@ -195,6 +208,7 @@ def beside_tipped(
     Returns:
         The results, and what the margins say; None where features agree or no margins were measured.
     """
+    train = traces[0]
     margins = Margins.read(train) if any(map(_by_values, results.values())) else None
     if margins is None:
         return results, None
@@ -204,23 +218,49 @@ def beside_tipped(
     features = _features(margins, results, errors)
     if not features or not any(map(_by_values, wrong)) or not all(map(_by_values, given)):
         return results, None
-    own, site = train.manifest.dtype, (given or wrong)[0].site
-    if UNIT.get(dtype, 1.0) > UNIT.get(own, 1.0):
-        why = f"the margins of the target's routers were measured in {own}, and one side computes in {dtype}"
+    site, step = (given or wrong)[0].site, (given or wrong)[0].step
+    if (why := _unknown(traces, dtype, margins, features)) is not None:
         return results, Tipped("unread", site, why=why) if given else None
-    found = _explained(margins, features, site)
-    if not given and not found.tipped:
+    found = replace(_explained(margins, features, site), dtype=train.manifest.dtype)
+    if not given and (not found.tipped or flow.reaches((site, step), ".attn.context")):
         # rows that tip may be within a floor in which they tipped as well, while what is made of them is not
         return results, None
-    found = replace(found, dtype=own)
+    if found.verdict == "excused" and (why := _foreign(traces, features, found, lambda site: errors(site)[0])):
+        found = replace(found, verdict="other", why=why)
     if found.verdict != "excused":
         return results, found
-    judged = _judged_anew(flow, results, found, lambda site: errors(site)[0], judge)
-    left = next((one for one in judged.values() if one.site.startswith(_FEATURE) and one.divergence is not None), None)
+    judged, thin = _judged_anew(flow, results, found.moved, lambda site: errors(site)[0], judge)
+    apart = [one for one in judged.values() if one.divergence is not None]
+    left = next((one for one in apart if one.site.startswith(_FEATURE)), None)
     if left is not None and left.divergence is not None:
-        why = f"without the {len(found.left_out)} rows that may have tipped, {left.site} still differs"
+        why = f"without the {len(found.moved)} rows that may have tipped, {left.site} still differs"
         return results, replace(found, verdict="other", why=f"{why} ({left.divergence.why})")
+    if thin is not None and not apart:
+        return results, replace(found, verdict="many", why=thin)
     return results | judged, found
+
+
+def _unknown(traces: tuple[Trace, Trace], dtype: str, margins: Margins, features: Sequence[_Feature]) -> str | None:
+    """Why nothing can be said of rows that differ, in words; None if something can."""
+    own, last = traces[0].manifest.dtype, max(one.layer for one in features)
+    if UNIT.get(dtype, 1.0) > UNIT.get(own, 1.0):
+        return f"the margins of the target's routers were measured in {own}, and one side computes in {dtype}"
+    if unread := [layer for layer in margins.unread if layer < last]:
+        return f"layers {unread} choose experts in a way that the recorder does not read"
+    if not keeps_values(*traces, [one.site for one in features]):
+        return "without the values of the features nothing tells a row of other experts from one that is not its own"
+    return None
+
+
+def _foreign(
+    traces: tuple[Trace, Trace], features: Sequence[_Feature], found: Tipped, pairs_of: Callable[[str], Pairs]
+) -> str | None:
+    """Why a row that may have tipped, or is behind one, is not what other experts made of it; None if all may be."""
+    moved = {
+        one.site: [row for row, error in one.error.items() if error > one.moved and row in found.moved]
+        for one in features
+    }
+    return not_its_own(*traces, pairs_of, moved)
 
 
 def _numbers(value: Any) -> tuple[int, ...]:
@@ -229,15 +269,41 @@ def _numbers(value: Any) -> tuple[int, ...]:
     return found if all(isinstance(one, int) for one in found) else ()
 
 
-def left_out(results: Iterable[SiteResult]) -> str:
-    """How many rows follow from those that tipped, and are not compared, in words."""
-    counts = [
-        (skipped, one.site, one.step, one.coverage.matched + skipped)
+@dataclass(frozen=True)
+class Left:
+    """What of a site and step is compared beside rows that are left out.
+
+    Attributes:
+        site, step: where.
+        rows, known: rows that are compared, and those that would be.
+    """
+
+    site: str
+    step: int
+    rows: int
+    known: int
+
+    @property
+    def share(self) -> float:
+        """Share of the rows that are compared."""
+        return self.rows / self.known if self.known else 1.0
+
+    @property
+    def text(self) -> str:
+        """In words."""
+        return f"{self.rows} of {self.known} rows of {self.site}, step {self.step}"
+
+
+def least_left(results: Iterable[SiteResult]) -> Left:
+    """The site and step of which the smallest share is compared beside the rows that are left out."""
+    found = (
+        Left(
+            one.site, one.step, one.coverage.matched, one.coverage.matched + one.coverage.skipped_train.get(SKIPPED, 0)
+        )
         for one in results
-        if one.coverage is not None and (skipped := one.coverage.skipped_train.get(SKIPPED, 0))
-    ]
-    most, site, step, rows = max(counts)
-    return f"what follows from them is not compared, at most {most} of {rows} rows ({site}, step {step})"
+        if one.coverage is not None
+    )
+    return min(found, key=lambda one: one.share)
 
 
 def _by_values(one: SiteResult) -> bool:
@@ -248,8 +314,8 @@ def _by_values(one: SiteResult) -> bool:
 
 
 def _features(margins: Margins, results: Results, errors: Callable[[str], tuple[Pairs, Float64]]) -> list[_Feature]:
-    found = []
-    for number, layer in enumerate(margins.layer_ids):
+    found: list[_Feature] = []
+    for layer, number in sorted((layer, number) for number, layer in enumerate(margins.layer_ids)):
         one = results.get((f"{_FEATURE}{number}", 0))
         if one is None or one.tolerance is None:
             continue
@@ -257,42 +323,28 @@ def _features(margins: Margins, results: Results, errors: Callable[[str], tuple[
         keys = pairs.train_keys.take(pairs.train)
         by_row = dict(zip(zip(keys.prompt_id.tolist(), keys.root.tolist(), strict=True), error.tolist(), strict=True))
         allowed = one.tolerance.allowed
-        found.append(_Feature(one.site, layer, by_row, allowed["rho_median"], allowed["rho_max"]))
+        since = found[-1].layer if found else 0
+        found.append(_Feature(one.site, layer, since, by_row, allowed["rho_median"], allowed["rho_max"]))
     return found
 
 
 def _explained(margins: Margins, features: Sequence[_Feature], site: str) -> Tipped:
-    """Whether every row that differs tipped, or is behind one that did."""
-    last = max(one.layer for one in features)
-    if unread := [layer for layer in margins.unread if layer < last]:
-        return Tipped("unread", site, why=f"layers {unread} choose experts in a way that the recorder does not read")
+    """Whether every row that differs may have tipped, or is behind one that may."""
+    last = features[-1].layer
     rows = {row for one in features for row in one.error}
-    tipped: dict[Row, tuple[int, float]] = {}
-    started: dict[Row, int] = {}
-    for one in features:
-        for row, error in one.error.items():
-            if error > one.moved and (layer := margins.tipping(row, one.layer)) is not None:
-                started[row] = min(layer, started.get(row, layer))
-                narrow = margins.narrowest(row, one.layer)
-                if narrow is not None:
-                    tipped.setdefault(row, narrow)
+    tipped, started = _near_others(margins, features)
     before: dict[int, list[tuple[int, int]]] = {}
-    for (prompt, root), layer in started.items():
+    for (prompt, root), (layer, _) in started.items():
         before.setdefault(prompt, []).append((root, layer))
     behind: set[Row] = set()
     for one in features:
         for row, error in one.error.items():
-            if error <= one.moved or margins.tipping(row, one.layer) is not None:
+            if error <= one.moved or (row in started and started[row][1] <= one.layer):
                 continue
             if any(root < row[1] and layer + 2 <= one.layer for root, layer in before.get(row[0], ())):
                 behind.add(row)
             elif error > one.allowed:
-                narrow = margins.narrowest(row, one.layer)
-                margin = "no router below had two scores that are near to each other"
-                if narrow is not None:
-                    margin = f"the nearest scores of a router below are {narrow[1]:.1f} times as far apart as rounding "
-                    margin += f"moves them (layer {narrow[0]})"
-                why = f"root {row[1]} of prompt {row[0]} differs at {one.site} by {error:.2g}, and {margin}"
+                why = _clear(margins, one, row, error)
                 return Tipped("other", site, tipped, frozenset(behind), len(rows), why=why)
     expected = margins.expected(rows, last)
     found = Tipped("excused", site, tipped, frozenset(behind - set(tipped)), len(rows), expected)
@@ -301,7 +353,41 @@ def _explained(margins: Margins, features: Sequence[_Feature], site: str) -> Tip
     if _at_least(len(tipped), COARSER * expected) < IMPLAUSIBLE:
         why = f"{len(tipped)} rows differ that may have tipped, where rounding tips about {expected:.1f}"
         return replace(found, verdict="other", why=why)
-    return replace(found, verdict="many") if len(found.left_out) > MOST_LEFT_OUT * len(rows) else found
+    return found
+
+
+def _near_others(
+    margins: Margins, features: Sequence[_Feature]
+) -> tuple[dict[Row, tuple[int, float]], dict[Row, tuple[int, int]]]:
+    """Rows that differ from one feature on, and may have tipped between that one and the feature below: a row that did
+    so below that differs there, too.
+
+    Returns:
+        Of each row its narrowest cut there; and the lowest layer at which it may have tipped, with the layer of the
+        feature that shows it first.
+    """
+    tipped: dict[Row, tuple[int, float]] = {}
+    started: dict[Row, tuple[int, int]] = {}
+    for one in features:
+        for row, error in one.error.items():
+            if error <= one.moved or row in tipped:
+                continue
+            layer = margins.tipping(row, one.since, one.layer)
+            narrow = margins.narrowest(row, one.since, one.layer)
+            if layer is not None and narrow is not None:
+                tipped[row], started[row] = narrow, (layer, one.layer)
+    return tipped, started
+
+
+def _clear(margins: Margins, feature: _Feature, row: Row, error: float) -> str:
+    """That a row differs at a feature though its scores were clear, in words."""
+    narrow = margins.narrowest(row, feature.since, feature.layer)
+    which = f"from layer {feature.since} on" if feature.since else "below"
+    margin = f"no router {which} had two scores that are near to each other"
+    if narrow is not None:
+        margin = f"the nearest scores of a router {which} are {narrow[1]:.1f} times as far apart as rounding "
+        margin += f"moves them (layer {narrow[0]})"
+    return f"root {row[1]} of prompt {row[0]} differs at {feature.site} by {error:.2g}, and {margin}"
 
 
 def _at_least(count: int, mean: float) -> float:
@@ -312,27 +398,53 @@ def _at_least(count: int, mean: float) -> float:
 
 
 def _judged_anew(
-    flow: _Flow, results: Results, found: Tipped, pairs_of: Callable[[str], Pairs], judge: Judge
-) -> Results:
+    flow: _Flow, results: Results, rows: frozenset[Row], pairs_of: Callable[[str], Pairs], judge: Judge
+) -> tuple[Results, str | None]:
     """Every site that diverged and is computed from the features, without what follows from rows that tipped.
 
     What attention has touched follows from all rows before it, so there a tipped row takes those behind it along, if
     it is not enough to leave it out itself.
+
+    Returns:
+        The results, and of which of those that agree too little is left, in words; None if of none.
     """
     open_ = {node for node, one in results.items() if _by_values(one) and flow.reaches(node, _FEATURE)}
-    first = {p: min(r for q, r in found.left_out if q == p) for p, _ in found.left_out}
+    first = {p: min(r for q, r in rows if q == p) for p, _ in rows}
     judged: Results = {}
+    thin: dict[Node, str | None] = {}
     for behind in (False, True):
         again = {node for node in open_ if not behind or flow.reaches(node, ".attn.context")}
         pairs = {site: pairs_of(site) for site in {site for site, _ in again}}
-        left = {
-            site: one.without(_dropped(one, found.left_out, first if behind else {}), SKIPPED)
-            for site, one in pairs.items()
-        }
+        dropped = {site: _dropped(one, rows, first if behind else {}) for site, one in pairs.items()}
+        left = {site: one.without(dropped[site], SKIPPED) for site, one in pairs.items()}
         new = {node: one for node, one in judge(left).items() if node in again}
         judged |= new
+        thin |= {node: _thin(node, pairs[node[0]], dropped[node[0]]) for node in new}
         open_ = {node for node in again if node in new and new[node].divergence is not None}
-    return judged
+    in_order = {node: judged[node] for node in results if node in judged}
+    return in_order, next((why for node in in_order if (why := thin[node]) is not None), None)
+
+
+def _thin(node: Node, pairs: Pairs, dropped: Bool) -> str | None:
+    """Of which rows of a site and step too few would be left to say that they agree, in words; None if of none.
+
+    Rows of prefills and those behind a verify round are counted apart, since faults of a server's cache show on the
+    latter alone, and so is the quarter of each that is furthest from the beginning of its prompt.
+    """
+    site, step = node
+    keys, serve = pairs.train_keys.take(pairs.train), pairs.serve_keys.take(pairs.serve)
+    for which, kind in ((serve.round == 0, "of prefills "), (serve.round != 0, "behind a verify round ")):
+        here = np.flatnonzero((keys.step == step) & which)
+        furthest = here[np.argsort(keys.root[here], kind="stable")][-(-3 * len(here) // 4) :]
+        for among, most, words in (
+            (here, MOST_LEFT_OUT, kind),
+            (furthest, MOST_OF_FURTHEST, f"{kind}that are furthest from the beginning "),
+        ):
+            gone = int(dropped[among].sum())
+            if gone > most * len(among):
+                words = words if step == 0 else words.removeprefix(kind)
+                return f"of {len(among)} rows {words}{len(among) - gone} would be left ({site}, step {step})"
+    return None
 
 
 def _dropped(pairs: Pairs, rows: frozenset[Row], first: Mapping[int, int]) -> Bool:

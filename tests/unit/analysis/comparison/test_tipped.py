@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from eagle_trace import Trace
+from eagle_trace.errors import TraceError
 from eagle_trace_analysis import Diff, diff
-from eagle_trace_analysis.causes.base import Outcome
-from eagle_trace_analysis.causes.router_tipped import check
+from eagle_trace_analysis.causes.base import Outcome, confirmed
+from eagle_trace_analysis.causes.router_tipped import CAUSE, check
 from eagle_trace_analysis.comparison.tipped import Margins
 from eagle_trace_analysis.evidence.context import Context
 from tests.support.synthetic import HIDDEN, Prompt, Side, default_features, make_prompts, only, write_trace
@@ -26,6 +27,8 @@ ROWS = sum(len(prompt.tokens) - 1 for prompt in PROMPTS)
 Cut = tuple[int, int, int, float]
 #: prompt, root, first feature that moves, by how much
 Move = tuple[int, int, int, float]
+#: changes the features [T, 3 G] of a prompt in place
+Edit = Callable[[int, np.ndarray], None]
 
 
 def trained(
@@ -42,11 +45,12 @@ def trained(
     return write_trace(folder / "train.trace", side, PROMPTS, routing=routing, floors=list(floors))
 
 
-def served(folder: Path, moves: Iterable[Move], side: Side | None = None) -> Trace:
-    """A server whose target computes other features at some rows, from a layer on."""
+def served(folder: Path, moves: Iterable[Move], side: Side | None = None, edit: Edit = lambda _n, _rows: None) -> Trace:
+    """A server whose target computes other features at some rows, from a layer on, or feeds other ones."""
 
     def features(prompt: Prompt) -> np.ndarray:
         found = default_features(prompt)
+        edit(PROMPTS.index(prompt), found)
         for number, root, feature, size in moves:
             if PROMPTS[number] is prompt:
                 draw = np.random.default_rng(root)
@@ -64,9 +68,16 @@ def verdict_of(found: Diff) -> Outcome:
 
 @pytest.fixture
 def compared(tmp_path: Path) -> Callable[..., Diff]:
-    def compare(cuts: Iterable[Cut] | None, moves: Iterable[Move], side: Side | None = None, **more: Any) -> Diff:
-        train, serve = trained(tmp_path, cuts, **more), served(tmp_path, moves, side)
-        return diff(train, serve)
+    def compare(
+        cuts: Iterable[Cut] | None,
+        moves: Iterable[Move],
+        side: Side | None = None,
+        edit: Edit = lambda _n, _rows: None,
+        minimum_share: float = 0.5,
+        **more: Any,
+    ) -> Diff:
+        train, serve = trained(tmp_path, cuts, **more), served(tmp_path, moves, side, edit)
+        return diff(train, serve, minimum_share=minimum_share)
 
     return compare
 
@@ -81,6 +92,7 @@ def test_a_row_that_rounding_sent_to_other_experts_is_left_out_with_a_note_and_a
     coverage = result_of(found, "target.hidden.2").coverage
     assert coverage.skipped_train == {"router-tipped": 1}
     assert coverage.matched == ROWS - 1
+    assert note.text.endswith("step 1 are left to compare")
     # attention of the draft takes the row along to those behind it, in its own prompt alone
     behind = len(PROMPTS[1].tokens) - 1 - 4
     assert result_of(found, "layer.0.attn.out").coverage.skipped_train == {"router-tipped": behind}
@@ -95,8 +107,10 @@ def test_a_row_that_rounding_sent_to_other_experts_is_left_out_with_a_note_and_a
     [
         ([(1, 4, 3, 4.5)], "4.5 times as far apart"),
         # another row's, another prompt's, and a layer that the feature does not depend on
-        ([(1, 5, 3, 0.1), (2, 4, 3, 0.1)], "no router below"),
-        ([(1, 4, 4, 0.1)], "no router below"),
+        ([(1, 5, 3, 0.1), (2, 4, 3, 0.1)], "no router from layer 2 on"),
+        ([(1, 4, 4, 0.1)], "no router from layer 2 on"),
+        # a row that tipped below the feature before would differ there, too
+        ([(1, 4, 1, 0.1)], "no router from layer 2 on"),
     ],
 )
 def test_a_row_with_clear_scores_is_not_excused(cuts: list[Cut], words: str, compared: Callable[..., Diff]) -> None:
@@ -113,7 +127,7 @@ def test_rows_behind_one_that_tipped_are_excused_two_layers_above_it_and_not_in_
     compared: Callable[..., Diff],
 ) -> None:
     tip = (1, 4, 1, 0.2)
-    moves = [(1, 4, 1, 1.0), (1, 6, 1, 0.1)]
+    moves = [(1, 4, 0, 1.0), (1, 6, 1, 0.1)]
     assert compared([tip], moves).verdict == "agree"
 
 
@@ -123,7 +137,7 @@ def test_rows_behind_one_that_tipped_are_excused_two_layers_above_it_and_not_in_
     ids=["in front of it", "of another prompt", "below the next attention"],
 )
 def test_other_rows_are_not_excused_by_one_that_tipped(move: Move, compared: Callable[..., Diff]) -> None:
-    found = compared([(1, 4, 1, 0.2)], [(1, 4, 1, 1.0), move])
+    found = compared([(1, 4, 1, 0.2)], [(1, 4, 0, 1.0), move])
     assert found.verdict == "diverged"
     assert f"root {move[1]} of prompt {move[0]}" in verdict_of(found).evidence
 
@@ -168,6 +182,119 @@ def test_where_most_rows_tipped_the_features_stay_diverged_and_the_cause_is_conf
     assert "--features serve" in str(verdict.fix)
 
 
+THIRD = slice(2 * HIDDEN, 3 * HIDDEN)
+
+
+def zero(rows: np.ndarray, _other: np.ndarray) -> np.ndarray:
+    return 0 * rows[5, THIRD]
+
+
+#: what is fed as the third feature of root 5, of the prompt's own rows and of another prompt's; how it is told
+FED: dict[str, tuple[Callable[[np.ndarray, np.ndarray], np.ndarray], str]] = {
+    "zeros": (zero, "is zero"),
+    "the row before": (lambda rows, _: rows[4, THIRD], "is nearer to root 4 of prompt"),
+    "a row far off": (lambda rows, _: rows[-1, THIRD], "is nearer to root"),
+    "another prompt's": (lambda _, other: other[5, THIRD], "is nearer to root 5 of prompt 3"),
+    "the feature before": (lambda rows, _: rows[5, HIDDEN : 2 * HIDDEN], "is nearer to target.hidden.1"),
+    "a longer one": (lambda rows, _: 1.5 * rows[5, THIRD], "is the reference's times 1.5"),
+    "a shorter one": (lambda rows, _: 0.1 * rows[5, THIRD], "is 0.1 times as long"),
+}
+
+
+NEAR, BEHIND = (0, 5, 4, 0.2), (0, 3, 2, 0.2)
+
+
+@pytest.mark.parametrize(
+    ("name", "cut"), [*((name, NEAR) for name in FED), ("zeros", BEHIND), ("the row before", BEHIND)]
+)
+def test_a_row_that_is_not_its_own_is_never_taken_for_one_of_other_experts(
+    name: str, cut: Cut, compared: Callable[..., Diff]
+) -> None:
+    fed, words = FED[name]
+
+    def edit(number: int, rows: np.ndarray) -> None:
+        if number == 0:
+            rows[5, THIRD] = fed(rows.copy(), default_features(PROMPTS[3]))
+
+    tipped = [(0, 3, 1, 1.0)] if cut == BEHIND else []
+    found = compared([cut], tipped, edit=edit)
+    assert found.verdict == "diverged"
+    assert found.first_divergence is not None
+    assert found.first_divergence.site.startswith("target.hidden.")
+    assert result_of(found, "target.hidden.2").coverage.matched == ROWS
+    verdict = verdict_of(found)
+    assert verdict.verdict == "ruled_out"
+    assert "root 5 of prompt 0 " + words in verdict.evidence
+
+
+def late(step: int) -> Side:
+    """A server whose draft is at fault behind root 4 of each prompt only."""
+
+    def fault(rows: Any, values: np.ndarray) -> np.ndarray:
+        return np.where((rows.root > 4)[:, None], 1.3 * values, values)
+
+    return Side("serve", noise_seed=2, fault=only("layer.0.attn.context", step, fault))
+
+
+@pytest.mark.parametrize(
+    "side", [None, late(0), late(1)], ids=["without a fault", "with one of prefills", "with one of draft steps"]
+)
+def test_where_most_of_the_draft_follows_from_rows_that_tipped_nothing_is_said_to_agree(
+    side: Side | None, compared: Callable[..., Diff]
+) -> None:
+    each = range(len(PROMPTS))
+    found = compared([(n, 4, 3, 0.2) for n in each], [(n, 4, 1, 1.0) for n in each], side)
+    assert found.verdict == "diverged"
+    assert found.first_divergence is not None
+    assert found.first_divergence.site == "target.hidden.1"
+    verdict = verdict_of(found)
+    assert verdict.verdict == "confirmed"
+    assert "of 16 rows 0 would be left (hidden, step 1)" in verdict.evidence
+    assert str(verdict.fix).startswith("nothing shows a fault, and these features cannot show that there is none")
+
+
+def test_where_the_rows_furthest_from_the_beginning_follow_from_those_that_tipped_nothing_is_said_to_agree(
+    compared: Callable[..., Diff],
+) -> None:
+    # a sixth of the rows, but the last two of each prompt
+    rows = [(n, len(prompt.tokens) - 3) for n, prompt in enumerate(PROMPTS)]
+    found = compared([(*row, 3, 0.2) for row in rows], [(*row, 1, 1.0) for row in rows])
+    assert found.verdict == "diverged"
+    assert verdict_of(found).verdict == "confirmed"
+
+
+@pytest.mark.parametrize(("share", "verdict"), [(0.7, "agree"), (0.95, "incomparable")])
+def test_rows_left_out_count_against_the_share_that_has_to_be_compared(
+    share: float, verdict: str, compared: Callable[..., Diff]
+) -> None:
+    found = compared([(1, 4, 3, 0.2)], [(1, 4, 1, 1.0)], minimum_share=share)
+    assert found.verdict == verdict
+    said = "follow from a row that rounding sent to other experts"
+    assert (said in str(found.incomparable)) == (verdict == "incomparable")
+
+
+@pytest.mark.parametrize("level", ["stats", "sketch"])
+def test_without_values_no_row_is_taken_for_one_of_other_experts(level: str, compared: Callable[..., Diff]) -> None:
+    found = compared([(1, 4, 3, 0.2)], [(1, 4, 1, 1.0)], Side("serve", noise_seed=2, level=level))
+    assert found.verdict == "diverged"
+    verdict = verdict_of(found)
+    assert verdict.verdict == "not_tested"
+    assert "--level values" in str(verdict.fix)
+
+
+@pytest.mark.parametrize(("site", "says"), [("target.hidden.1", "ruled_out"), ("layer.0.attn.context", "confirmed")])
+def test_it_is_not_said_beside_a_cause_that_explains_the_features(
+    site: str, says: str, compared: Callable[..., Diff]
+) -> None:
+    each = range(len(PROMPTS))
+    found = compared([(n, 4, 3, 0.2) for n in each], [(n, 4, 1, 1.0) for n in each])
+    assert found.figures is not None
+    context = Context(found, found.figures.train, found.figures.serve)
+    context.outcomes["another"] = confirmed("seen", "mend it", site)
+    assert CAUSE.last
+    assert check(context).verdict == says
+
+
 @pytest.mark.parametrize(
     ("cuts", "unread", "words"),
     [(None, (), "says nothing of the target's routers"), ([(1, 4, 3, 0.2)], (2,), r"layers [2] choose experts")],
@@ -180,6 +307,13 @@ def test_nothing_is_excused_or_ruled_out_where_margins_are_not_known(
     verdict = verdict_of(found)
     assert verdict.verdict == "not_tested"
     assert words in verdict.evidence
+
+
+@pytest.mark.parametrize("routers", [{"unread": ["a"]}, {"unread": 3}, {"read": [-1]}, [1]])
+def test_a_manifest_whose_routers_are_no_layers_is_refused_in_a_sentence(routers: Any, tmp_path: Path) -> None:
+    side = Side("train", settings={"routers": routers})
+    with pytest.raises(TraceError, match=r"settings\.routers"):
+        write_trace(tmp_path / "train.trace", side, PROMPTS[:1])
 
 
 def floor_that_tipped(site: str) -> dict[str, Any]:
