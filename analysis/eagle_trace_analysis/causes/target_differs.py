@@ -49,8 +49,8 @@ TELLING = ("hidden_size", "num_hidden_layers", "num_attention_heads", "rms_norm_
 def check(context: Context) -> Outcome:
     """Whether both sides ran the same target.
 
-    No sample of the weights proves that they did. So features that differ, and that no other cause explains, leave it
-    open unless a difference of the targets was seen.
+    No sample of the weights proves that they did. So features that differ, and that no other cause is proved to
+    explain, leave it open unless a difference of the targets was seen.
     """
     features = context.features
     embedded = context.divergence("embed") is not None and own_embedding(context)[0] is not True
@@ -83,7 +83,8 @@ def check(context: Context) -> Outcome:
     if (other := _explained(context, site)) is not None:
         return ruled_out(f"{fact}; {other} explains {site}")
     return not_tested(
-        f"{site} differs, which no other cause explains; {fact}, which does not prove that the targets are one",
+        f"{site} differs, which no other cause is proved to explain; {fact}, which does not prove that the targets are "
+        "one",
         "give --target, or record the training side with --features compute on the server's target",
     )
 
