@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 import struct
 import threading
@@ -30,7 +31,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     if path.exists() and not path.is_file():
         raise CheckpointError(f"{path} is not a file: give the folder of a checkpoint")
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = parsed(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: give the folder of a checkpoint ({error.strerror})") from error
     except ValueError as error:
@@ -40,6 +41,22 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise CheckpointError(f"{path} holds no JSON object")
     return config
+
+
+def parsed(text: str) -> Any:
+    """A JSON text whose every number a float can hold, so that whoever reckons with one need not fear for its size.
+
+    A whole number beyond that is infinite, as JSON's 1e400 is: it enters no computation, and is told like any other.
+
+    Raises:
+        ValueError, RecursionError: it is not JSON, or nested too deeply.
+    """
+    return json.loads(text, parse_int=_whole)
+
+
+def _whole(digits: str) -> int | float:
+    near = float(digits)
+    return int(digits) if math.isfinite(near) else near
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -78,3 +78,7 @@ class SchedulerError(EagleTraceError):
 
 class IncomparableError(EagleTraceError):
     """Two traces have nothing, or too little, in common."""
+
+
+class Terminated(KeyboardInterrupt):
+    """A SIGTERM to the command line, which unwinds as Ctrl-C does: hosts are ended, temporary folders go."""

@@ -24,7 +24,7 @@ from eagle_trace.cli.record import record
 from eagle_trace.cli.said import say
 from eagle_trace.cli.show import show
 from eagle_trace.cli.tokens import tokens
-from eagle_trace.errors import EagleTraceError
+from eagle_trace.errors import EagleTraceError, Terminated
 from eagle_trace.printable import printable
 
 BUG = 3  # with its traceback; 1 would mean "diverged"
@@ -35,13 +35,9 @@ UNREAD = 141  # what shells report for a program that writes into a pipe which n
 LINES = "\n\t"
 
 
-class _Terminated(KeyboardInterrupt):
-    """A SIGTERM, which unwinds as Ctrl-C does: hosts are ended, temporary folders go."""
-
-
 def _terminate(*_: object) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one must not interrupt the clearing up
-    raise _Terminated
+    raise Terminated
 
 
 class _Commands(TyperGroup):
@@ -61,7 +57,7 @@ class _Commands(TyperGroup):
             typer.echo(printable(traceback.format_exc(), keep=LINES), err=True, nl=False)
             ctx.exit(BUG)
         except KeyboardInterrupt as error:
-            terminated = isinstance(error, _Terminated)
+            terminated = isinstance(error, Terminated)
             words = ["terminated" if terminated else "interrupted", *getattr(error, "__notes__", ())]
             say(f"eagle-trace: {'; '.join(words)}", err=True)
             ctx.exit(TERMINATED if terminated else INTERRUPTED)

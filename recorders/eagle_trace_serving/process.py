@@ -123,14 +123,16 @@ class ServerProcess:
         tree: list[psutil.Process] = []
         with contextlib.suppress(psutil.NoSuchProcess):
             tree = psutil.Process(self._process.pid).children(recursive=True)
-        if gently:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.communicate(timeout=STOP_SECONDS)  # ends its input
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        for member in tree:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                member.kill()
+        try:
+            if gently:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._process.communicate(timeout=STOP_SECONDS)  # ends its input
+        finally:  # whoever waits for it may be interrupted
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            for member in tree:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    member.kill()
         self._process.communicate()
         psutil.wait_procs(tree, timeout=5)
 

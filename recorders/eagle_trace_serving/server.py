@@ -17,7 +17,7 @@ from functools import cache, partial
 from typing import Any
 
 from eagle_trace.checkpoints import read_config
-from eagle_trace.errors import EagleTraceError, HostError, PromptsError, RecordingError
+from eagle_trace.errors import EagleTraceError, HostError, PromptsError, RecordingError, Terminated
 from eagle_trace.prompts import check_tokens, tokenize
 from eagle_trace.reader import open_trace
 from eagle_trace.recording.hosts import find_host
@@ -37,6 +37,8 @@ from eagle_trace_serving.requests import Answers, Request, counts_of
 POLL_SECONDS = 0.2
 #: how long whoever interrupts a recording waits for its seal
 KEEP_SECONDS = 30.0
+#: the same after a SIGTERM, behind which a container sends SIGKILL in 10 s: the server is to be taken down by then, too
+TERMINATED_SECONDS = 4.0
 #: how often it is asked whether it still records, while it answers
 WATCH_SECONDS = 1.0
 
@@ -143,10 +145,10 @@ class Server:
                 self._remote.start(body)
                 self._progress(f"recording {len(request.prompts)} prompts")
                 answers = self._ask(request, token_ids, recording=True)
+                ended = self._remote.finish({"server_counts": counts_of(answers)}, None).last
             except KeyboardInterrupt as interrupt:
                 self._keep(out, interrupt)
                 raise
-            ended = self._remote.finish({"server_counts": counts_of(answers)}, None).last
             if ended.outcome != "sealed":
                 words = [f"the recording failed, {self._host.title} did not: {ended.why}", ended.detail]
                 raise RecordingError("\n".join(part for part in words if part))
@@ -155,15 +157,21 @@ class Server:
 
     def _keep(self, out: Place, interrupt: KeyboardInterrupt) -> None:
         """Seal what was recorded up to here while the server still lives; where that is no row, nothing stays."""
+        seconds = TERMINATED_SECONDS if isinstance(interrupt, Terminated) else KEEP_SECONDS
         try:
-            begun(partial(self._remote.finish, {}, "record was interrupted")).result(KEEP_SECONDS)
-            rows = len(open_trace(out).rows)
+            rows = begun(partial(self._sealed_rows, out)).result(seconds)
         except (EagleTraceError, TimeoutError):
             return  # the server is gone, or its disk hangs: what is whole there stays as it is
         if rows:
             interrupt.add_note(f"what was recorded up to here is sealed in {out}")
-        else:
+
+    def _sealed_rows(self, out: Place) -> int:
+        # of a recording that has ended, or is being sealed, this changes nothing and tells when it is done
+        self._remote.finish({}, "record was interrupted")
+        rows = len(open_trace(out).rows)
+        if not rows:
             prepare_output(out, force=True)
+        return rows
 
     def _wait_until_ready(self) -> None:
         """Wait until the recorder has reported (HostError if it never will)."""

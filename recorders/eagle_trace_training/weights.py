@@ -152,7 +152,7 @@ def target_tensor(target: Path, name: str) -> Any:
     Raises:
         CheckpointError: a file is damaged.
     """
-    held = {}
+    held: dict[str, Path] = {}
     for file in weight_files(target):
         with weights(file) as tensors:
             held |= {one: file for one in tensors.keys() if one == name or one.endswith(f".{name}")}  # noqa: SIM118

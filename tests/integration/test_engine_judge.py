@@ -16,7 +16,7 @@ import pytest
 from eagle_trace_analysis.checkpoint.check import check
 from eagle_trace_analysis.checkpoint.export import export
 from eagle_trace_analysis.checkpoint.finding import Status
-from eagle_trace_analysis.engines import SGLANG
+from eagle_trace_analysis.engines import SGLANG, rotation
 from eagle_trace_analysis.engines.sglang import accepts, engine
 from eagle_trace_analysis.engines.sglang.target_classes import NO_CAPTURE, NO_EMBEDDING, SERVES
 from tests.support import checkpoints as make
@@ -128,6 +128,8 @@ def rope_cells() -> Iterator[tuple[str, dict[str, Any]]]:
             yield f"rope_parameters.{key}={json.dumps(value)}", flat_config(rope_parameters=rope)
 
 
+#: beta_fast and beta_slow: the usual ones, Kimi-K2's, and the wrong way round
+RAMPS = [(32, 1), (32.0, 1.0), (1.0, 1.0), (32, 32), (1, 32), (1.0, 8.0)]
 Judged = list[tuple[str, dict[str, Any], dict[str, Any]]]
 
 
@@ -173,8 +175,9 @@ def answer(tmp_path_factory: pytest.TempPathFactory, healthy: Folders, warm: War
     ]
     with warm():
         given = ask(
-            folder / "exchange", model, [*drafts, *whole.values()], registry=True, targets=targets, rotations=ropes
-        )
+            folder / "exchange", model, [*drafts, *whole.values()], registry=True, targets=targets, rotations=ropes,
+            ramps=RAMPS,
+        )  # fmt: skip
     verdicts = given["verdicts"]
     return given | {
         "judged": [(*cell, verdict) for cell, verdict in zip(configs, verdicts, strict=False)],
@@ -231,6 +234,15 @@ def test_a_rotary_embedding_passes_exactly_where_the_classes_tables_are_numbers(
         if sound != (not stops and fault is None):
             wrong.append(f"{name}: {'sound' if sound else 'not sound'}, but said: {fault.why if fault else stops}")
     assert not wrong, f"{len(wrong)} of {len(answer['rotations'])} cells:\n" + "\n".join(wrong)
+
+
+def test_a_ramp_runs_backwards_exactly_where_it_does_in_the_classes(answer: dict[str, Any]) -> None:
+    said = [
+        [rotation.runs_backwards({"rope_type": form, "beta_fast": fast, "beta_slow": slow}) for form in rotation.YARN]
+        for fast, slow in RAMPS
+    ]
+    assert said == answer["ramps"]
+    assert said.count([False, False]) == 4
 
 
 def test_what_the_engine_takes_is_read_as_it_reads_it(answer: dict[str, Any]) -> None:

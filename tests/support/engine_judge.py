@@ -33,7 +33,8 @@ def ask(folder: Path, model: Path, drafts: Sequence[Path], **more: Any) -> dict[
         drafts: one verdict each, in ``verdicts``.
         more: ``registry`` (true: which classes there are, and which can feed a draft), ``classes`` (model types whose
             config class is described), ``targets`` (folders of targets: what stops the engine at each, or None),
-            ``rotations`` (folders of drafts: whether each has a rotary embedding that can be computed with).
+            ``rotations`` (folders of drafts: whether each has a rotary embedding that can be computed with), ``ramps``
+            (see there).
     """
     folder.mkdir(parents=True, exist_ok=True)
     job = {"model": str(model), "store": str(folder / "store"), "out": str(folder / "out.json")} | more
@@ -192,6 +193,26 @@ def rotation(folder: Path) -> bool:
     return bool(scale.isfinite() and scale and all(len(one) and one.isfinite().all() and one.any() for one in tables))
 
 
+def ramps(ends: Sequence[tuple[float, float]]) -> list[list[bool]]:
+    """Of `beta_fast` and `beta_slow`: whether each class of yarn divides fast rotations and leaves slow ones."""
+    import torch
+    from sglang.srt.layers.rotary_embedding.rope_variant import DeepseekScalingRotaryEmbedding
+    from sglang.srt.layers.rotary_embedding.yarn import YaRNScalingRotaryEmbedding
+
+    plain, factor, found = 1 / 5e4 ** (torch.arange(0, 64, 2) / 64), 64.0, []
+    settings = {"rotary_dim": 64, "base": 5e4, "max_position_embeddings": 4096, "scaling_factor": factor}
+    settings |= {"extrapolation_factor": 1, "truncate": True, "device": "cpu"}
+    for fast, slow in ends:
+        divided = []
+        for owner in (YaRNScalingRotaryEmbedding, DeepseekScalingRotaryEmbedding):
+            one = owner.__new__(owner)
+            torch.nn.Module.__init__(one)
+            vars(one).update(settings, beta_fast=fast, beta_slow=slow)
+            divided.append(plain / one._compute_inv_freq(factor))
+        found.append([bool(share[0] > share[-1]) for share in divided])
+    return found
+
+
 def judge_target(folder: Path) -> str | None:
     """What stops the engine at a target's config; None if it is read."""
     from sglang.srt.configs.model_config import ModelConfig
@@ -251,6 +272,7 @@ def main() -> None:
     answer: dict[str, Any] = {"verdicts": [judge(Path(folder)) for folder in job["drafts"]]}
     answer["targets"] = [judge_target(Path(folder)) for folder in job.get("targets", ())]
     answer["rotations"] = [rotation(Path(folder)) for folder in job.get("rotations", ())]
+    answer["ramps"] = ramps(job.get("ramps", ()))
     if job.get("registry"):
         answer["registry"] = registry()
     if "classes" in job:

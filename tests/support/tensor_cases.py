@@ -265,8 +265,8 @@ def _other_index(path: Path) -> None:
 
 
 LORA = {
-    "base_model.model.layers.0.mlp.up_proj.lora_A.weight": np.ones((4, 64), np.float32),
-    "base_model.model.layers.0.mlp.up_proj.lora_B.weight": np.ones((96, 4), np.float32),
+    "base_model.model.layers.0.mlp.up_proj.lora_A.weight": np.eye(4, 64, dtype=np.float32),
+    "base_model.model.layers.0.mlp.up_proj.lora_B.weight": 1 + np.eye(96, 4, dtype=np.float32),
 }
 
 

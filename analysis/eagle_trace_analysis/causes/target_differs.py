@@ -8,6 +8,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from eagle_trace.checkpoints import text_config
 from eagle_trace_analysis.causes.base import (
     ONE_LAYER_FED,
     RECORD_VALUES,
@@ -39,14 +40,17 @@ NORM_ALIKE = (
 LATENT_TARGETS, LATENT_EPS = frozenset({"deepseek_v2", "deepseek_v3", "kimi_k2"}), 1e-6
 #: config entries that change what a model computes
 TELLING = ("hidden_size", "num_hidden_layers", "num_attention_heads", "rms_norm_eps", "rope_parameters",
-           "rope_theta", "rope_scaling", "vocab_size", "quantization_config")  # fmt: skip
+           "rope_theta", "rope_scaling", "vocab_size", "quantization_config",
+           # which experts a token goes to, and what they weigh
+           "num_experts_per_tok", "num_local_experts", "n_routed_experts", "n_group", "topk_group", "topk_method",
+           "scoring_func", "norm_topk_prob", "routed_scaling_factor")  # fmt: skip
 
 
 def check(context: Context) -> Outcome:
     """Whether both sides ran the same target.
 
-    No sample of the weights proves that they did. So features that differ, and that no other cause explains, leave it
-    open unless a difference of the targets was seen.
+    No sample of the weights proves that they did. So features that differ, and that no other cause is proved to
+    explain, leave it open unless a difference of the targets was seen.
     """
     features = context.features
     embedded = context.divergence("embed") is not None and own_embedding(context)[0] is not True
@@ -79,7 +83,8 @@ def check(context: Context) -> Outcome:
     if (other := _explained(context, site)) is not None:
         return ruled_out(f"{fact}; {other} explains {site}")
     return not_tested(
-        f"{site} differs, which no other cause explains; {fact}, which does not prove that the targets are one",
+        f"{site} differs, which no other cause is proved to explain; {fact}, which does not prove that the targets are "
+        "one",
         "give --target, or record the training side with --features compute on the server's target",
     )
 
@@ -168,7 +173,8 @@ def _static(context: Context) -> tuple[str, bool | None]:
     words = [str(word) for word in context.serve.manifest.settings.get("sglang_args", [])]
     if asked := [word for word in words if word.startswith(QUANTISING)]:
         return f"the server quantises the target ({asked[0]})", True
-    a, b = (facts.get("config") or {} for facts in (train, serve))
+    # a model of images and text keeps its language model's entries within
+    a, b = ({**config, **text_config(config)} for config in (facts.get("config") or {} for facts in (train, serve)))
     changed = [key for key in TELLING if a and b and a.get(key) != b.get(key)]
     if changed:
         return f"the targets' configs differ in {', '.join(changed)}", True

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,8 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from eagle_trace.checkpoints import class_names, read_config, text_config
-from eagle_trace.errors import CheckpointError, OutputExistsError
+from eagle_trace.errors import CheckpointError
+from eagle_trace_analysis.checkpoint.exported import written_whole
 from eagle_trace_analysis.checkpoint.files import INDEX, Checkpoint, StoredTensor, open_checkpoint, stored_dtype
 from eagle_trace_analysis.checkpoint.kinds import refuse_other_types
 from eagle_trace_analysis.engines import SGLANG, Engine
@@ -158,42 +159,6 @@ def _write_second_names(tensors: Mapping[str, StoredTensor], out: Path, engine: 
         path.write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-def prepare_folder(out: Path, engine: Engine, *, force: bool, sources: Iterable[Path | None]) -> None:
-    """Make `out` an empty folder for a draft; with `force` an exported draft there is taken away.
-
-    Raises:
-        OutputExistsError: it holds something and `force` is off, or something that no export wrote, or it is a link,
-            or one of the `sources`.
-    """
-    if (out.is_dir() and any(out.iterdir())) or (out.exists() and not out.is_dir()):
-        if not force:
-            raise OutputExistsError(f"{out} exists: choose another folder, or --force to replace it")
-        stays = f"{out} exists and --force does not replace it"
-        if out.is_symlink():
-            raise OutputExistsError(f"{stays}: it is a link to {out.resolve()}, so name that folder")
-        if any(source is not None and source.resolve() == out.resolve() for source in sources):
-            raise OutputExistsError(f"{stays}: it is what is exported, so choose another folder")
-        if not _is_exported(out, engine):
-            raise OutputExistsError(f"{stays}: it holds more than an exported draft, so choose another folder")
-        # the config first: a folder without it is not taken for a checkpoint
-        for file in sorted(out.iterdir(), key=lambda file: file.name != "config.json"):
-            file.unlink()
-    out.mkdir(parents=True, exist_ok=True)
-
-
-def _is_exported(folder: Path, engine: Engine) -> bool:
-    """Whether a folder holds what an export writes, and nothing else."""
-    known = {"config.json", INDEX, *engine.SIDE_FILES}
-    return (
-        folder.is_dir()
-        and (folder / "config.json").is_file()
-        and all(
-            file.is_file() and not file.is_symlink() and (file.name in known or file.suffix == ".safetensors")
-            for file in folder.iterdir()
-        )
-    )
-
-
 def export(
     draft: Path, out: Path, *, target: Path | None = None, force: bool = False, engine: Engine = SGLANG
 ) -> list[str]:
@@ -205,7 +170,7 @@ def export(
 
     Raises:
         CheckpointError: `draft` is no EAGLE-3 speculators checkpoint, or SGLang cannot compute it and `force` is off.
-        OutputExistsError: `out` holds something that is not to be replaced; see `prepare_folder`.
+        OutputExistsError, RecordingError: `out` is not to be replaced, or cannot be written; see `written_whole`.
     """
     config, trainer = read_trained_config(draft)
     reasons = [gap.why for gap in engine.gaps(trainer.training_of(config))]
@@ -229,9 +194,8 @@ def export(
         )
     if config.get("eagle_aux_hidden_state_layer_ids"):
         reasons += doubtful_ids(engine, ids, target_config)
-    prepare_folder(out, engine, force=force, sources=(draft, target))
-    _write_weights(checkpoint, out, engine)
-    _write_second_names(tensors, out, engine)
-    # the config comes last: a folder without it is not taken for a checkpoint
-    (out / "config.json").write_text(json.dumps(flat, indent=2) + "\n", encoding="utf-8")
+    with written_whole(out, force=force, sources=(draft, target)) as folder:
+        _write_weights(checkpoint, folder, engine)
+        _write_second_names(tensors, folder, engine)
+        (folder / "config.json").write_text(json.dumps(flat, indent=2) + "\n", encoding="utf-8")
     return reasons

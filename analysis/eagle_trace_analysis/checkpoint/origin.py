@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from eagle_trace.checkpoints import read_config
+from eagle_trace.checkpoints import parsed, read_config
 from eagle_trace.errors import CheckpointError, UsageError
 from eagle_trace_analysis.checkpoint.files import Checkpoint, StoredTensor, has_weights, open_checkpoint
 from eagle_trace_analysis.checkpoint.torchfile import read_torch_file
@@ -144,7 +143,7 @@ def _config_alone(place: Path, config: Mapping[str, Any], origin: Origin | None)
 
 def _json(file: Path) -> dict[str, Any]:
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        found = parsed(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise CheckpointError(f"cannot read {file}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:

@@ -19,7 +19,7 @@ from safetensors.numpy import save_file
 
 from eagle_trace.errors import CheckpointError
 from eagle_trace.families import EAGLE3
-from eagle_trace_analysis.checkpoint.export import prepare_folder
+from eagle_trace_analysis.checkpoint.exported import written_whole
 from eagle_trace_analysis.checkpoint.files import StoredTensor, stored_dtype
 from eagle_trace_analysis.checkpoint.subject import Subject, open_subject
 from eagle_trace_analysis.engines import SGLANG, Engine
@@ -51,13 +51,13 @@ def translate(draft: Path, out: Path, *, target: Path, force: bool = False) -> N
 
     Raises:
         CheckpointError: speculators has no form of it; the sentence says what is missing.
-        OutputExistsError: see `prepare_folder`.
+        OutputExistsError, RecordingError: see `written_whole`.
     """
     subject = open_subject(draft, target, None)
     if lacking := what_is_missing(subject):
         raise CheckpointError(f"{draft} cannot be written in speculators format: {'; '.join(lacking)}")
-    prepare_folder(out, subject.engine, force=force, sources=(draft, target))
-    _write(subject, out)
+    with written_whole(out, force=force, sources=(draft, target)) as folder:
+        _write(subject, folder)
 
 
 def _write(subject: Subject, out: Path) -> None:

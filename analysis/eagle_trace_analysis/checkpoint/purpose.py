@@ -106,7 +106,7 @@ def write_for(engine: Engine, draft: Path, out: Path, *, target: Path | None = N
 
     Raises:
         CheckpointError: the draft cannot be read, or the engine cannot compute it and `force` is off.
-        OutputExistsError: `out` holds something.
+        OutputExistsError, RecordingError: `out` holds something, or cannot be written; see `written_whole`.
     """
     if trainer_of(read_config(draft)) is not None or not engine.READS:
         return export(draft, out, target=target, force=force, engine=engine)

@@ -68,9 +68,12 @@ def rotation_fault(rope: Mapping[str, Any], width: int, positions: int, *, score
 
 
 def runs_backwards(rope: Mapping[str, Any]) -> bool:
-    """Whether yarn's ramp, from what is left as it is to what is divided by the factor, runs the other way."""
+    """Whether yarn's ramp, from what is left as it is to what is divided by the factor, runs the other way.
+
+    Equal ends, as Kimi-K2 is published with, are rounded apart and make a ramp of one pair in the right direction.
+    """
     fast, slow = rope.get("beta_fast", 32), rope.get("beta_slow", 1)
-    return rope["rope_type"] in YARN and is_number(fast) and is_number(slow) and fast <= slow
+    return rope["rope_type"] in YARN and is_number(fast) and is_number(slow) and fast < slow
 
 
 def _without(rope: Mapping[str, Any], key: str) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from eagle_trace.cli import main, record
+from eagle_trace.errors import Terminated
 
 
 @pytest.mark.parametrize(
@@ -62,7 +63,7 @@ def test_an_interrupted_command_says_what_it_kept(monkeypatch: pytest.MonkeyPatc
     import eagle_trace.reader
 
     def terminated(*_: object, **__: object) -> None:
-        error = main._Terminated()
+        error = Terminated()
         error.add_note("two rows are sealed")
         raise error
 

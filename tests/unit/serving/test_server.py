@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from eagle_trace.demo import prompts_file
-from eagle_trace.errors import HostError, TraceUnsealedError
+from eagle_trace.errors import HostError, Terminated, TraceUnsealedError
 from eagle_trace.manifest import Manifest
 from eagle_trace.store import open_store
 from eagle_trace_serving import process, server
@@ -90,3 +90,53 @@ def test_an_interruption_waits_for_the_seal_and_neither_for_a_server_that_is_gon
     asked._keep(out, interrupt)
     assert getattr(interrupt, "__notes__", []) == [f"what was recorded up to here is sealed in {out}"] * kept
     assert [path.name for path in out.iterdir()] == left
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, Terminated])
+@pytest.mark.parametrize("place", ["start", "ask", "finish"])
+def test_an_interruption_anywhere_in_a_recording_seals_what_it_has(
+    place: str, kind: type[KeyboardInterrupt], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stopped: list[str | None] = []
+
+    def interrupted() -> None:
+        raise kind
+
+    def finish(_: object, why: str | None) -> None:
+        stopped.append(why)
+        if why is None:
+            interrupted()
+
+    monkeypatch.setattr(server, "open_trace", lambda _: SimpleNamespace(rows=[0]))
+    monkeypatch.setattr(server, "counts_of", lambda _: {})
+    asked = server.Server.__new__(server.Server)
+    asked._process = SimpleNamespace(launch=SimpleNamespace(settings={}, changes=()))  # type: ignore[assignment]
+    asked._progress = lambda _: None
+    for name, fake in (
+        ("_tokens", lambda _: []),
+        ("_ask", lambda *_, **__: interrupted() if place == "ask" else None),
+        ("_remote", SimpleNamespace(start=lambda _: interrupted() if place == "start" else None, finish=finish)),
+    ):
+        monkeypatch.setattr(asked, name, fake, raising=False)
+    request = SimpleNamespace(rids=[], settings={}, prompts=[])
+    with pytest.raises(kind) as caught:
+        asked.record(request, tmp_path)  # type: ignore[arg-type]
+    assert stopped == [None] * (place == "finish") + ["record was interrupted"]
+    assert caught.value.__notes__ == [f"what was recorded up to here is sealed in {tmp_path}"]
+
+
+@pytest.mark.parametrize(("kind", "waits"), [(Terminated, "TERMINATED_SECONDS"), (KeyboardInterrupt, "KEEP_SECONDS")])
+def test_a_sigterm_is_waited_for_no_longer_than_a_container_gives(
+    kind: type[KeyboardInterrupt], waits: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert server.TERMINATED_SECONDS < 10 < server.KEEP_SECONDS
+    given: list[float] = []
+
+    def too_late(seconds: float) -> None:
+        given.append(seconds)
+        raise TimeoutError
+
+    monkeypatch.setattr(server, "begun", lambda _: SimpleNamespace(result=too_late))
+    asked, interrupt = server.Server.__new__(server.Server), kind()
+    asked._keep(tmp_path, interrupt)
+    assert (given, getattr(interrupt, "__notes__", [])) == ([getattr(server, waits)], [])

@@ -148,7 +148,7 @@ def test_features_that_differ_for_no_known_cause_leave_the_target_open(tmp_path:
     assert not diagnosis.confirmed
     (target,) = (one for one in diagnosis.causes if one.cause == "target-differs")
     assert target.verdict == "not_tested"
-    assert target.evidence.startswith("target.hidden.0 differs, which no other cause explains")
+    assert target.evidence.startswith("target.hidden.0 differs, which no other cause is proved to explain")
     assert diagnosis.unexplained
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +13,16 @@ from numpy.typing import NDArray
 
 from eagle_trace.reader import Trace
 from eagle_trace_analysis import Diff, diff
+from eagle_trace_analysis.causes.kv_cache_dtype import _expected
 from eagle_trace_analysis.comparison.cached import NAMES, Kept
 from eagle_trace_analysis.diagnosis.diagnose import CauseVerdict, diagnosed
 from tests.support.planted import Planted, run
 
 CONTEXT = "layer.0.attn.context"
 E4M3, E5M2 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
-#: places behind every prompt that was planted
-BEHIND = 24
+#: a place behind every prompt that was planted
+BEHIND = 32
+States = Callable[[NDArray[Any], NDArray[Any]], NDArray[Any]]
 
 
 def cached(dtype: type | None, said: str, **more: Any) -> Planted:
@@ -42,17 +45,48 @@ def coarse(tmp_path_factory: pytest.TempPathFactory) -> tuple[Trace, Trace]:
     return train, serve
 
 
-@pytest.fixture(scope="module")
-def noisy(tmp_path_factory: pytest.TempPathFactory) -> tuple[Trace, Trace]:
-    """A server whose target's features are 10 % off behind the prompts."""
+def noise(level: float, first: int = 0) -> States:
+    """A target whose hidden states are off by a share of their size from a place on."""
 
     def states(states: NDArray[Any], _: NDArray[Any]) -> NDArray[Any]:
         out = states.copy()
-        behind = out[1:, BEHIND:]
-        behind *= 1 + 0.1 * np.random.default_rng(7).standard_normal(behind.shape)
+        behind = out[1:, first:]
+        behind *= 1 + level * np.random.default_rng(7).standard_normal(behind.shape)
         return out
 
-    _, train, serve = run(cached(None, "float32", summand=states), tmp_path_factory.mktemp("noisy"))
+    return states
+
+
+def times(factor: float, rows: slice = slice(None)) -> States:
+    """A target whose hidden states are too long, or too short."""
+
+    def states(states: NDArray[Any], _: NDArray[Any]) -> NDArray[Any]:
+        out = states.copy()
+        out[1:, rows] *= factor
+        return out
+
+    return states
+
+
+@pytest.fixture(scope="module")
+def rounded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Trace, Trace]:
+    """A server whose caches are of eight bits, and whose target's features are 2 % off behind the prompts."""
+    planted = cached(E4M3, "fp8_e4m3", summand=noise(0.02, BEHIND))
+    _, train, serve = run(planted, tmp_path_factory.mktemp("rounded"))
+    return train, serve
+
+
+@pytest.fixture(scope="module")
+def unshown(tmp_path_factory: pytest.TempPathFactory) -> tuple[Trace, Trace]:
+    """The same features beside a draft whose cache rounds nothing."""
+    _, train, serve = run(cached(None, "fp8_e4m3", summand=noise(0.02, BEHIND)), tmp_path_factory.mktemp("unshown"))
+    return train, serve
+
+
+@pytest.fixture(scope="module")
+def everywhere(tmp_path_factory: pytest.TempPathFactory) -> tuple[Trace, Trace]:
+    """A server whose caches are of eight bits, and whose target's features are 2 % off in prefills as well."""
+    _, train, serve = run(cached(E4M3, "fp8_e4m3", summand=noise(0.02)), tmp_path_factory.mktemp("everywhere"))
     return train, serve
 
 
@@ -141,22 +175,91 @@ def test_two_servers_that_round_alike_agree(coarse: tuple[Trace, Trace]) -> None
     assert (result.verdict, one.evidence) == ("agree", "keys and values are kept in fp8_e4m3 on both sides")
 
 
-def test_features_that_differ_by_no_more_than_the_rounding_may_do_are_plausibly_its_work(
-    noisy: tuple[Trace, Trace], monkeypatch: pytest.MonkeyPatch
+def left_open(result: Diff) -> bool:
+    """Whether nothing is confirmed, and the features are said to be unexplained."""
+    assert result.diagnosis is not None
+    (left,) = result.diagnosis.unexplained
+    return not result.diagnosis.confirmed and left.startswith("target.hidden.0")
+
+
+def test_features_that_differ_as_the_rounding_that_the_draft_shows_are_plausibly_its_work(
+    rounded: tuple[Trace, Trace],
 ) -> None:
-    monkeypatch.setitem(noisy[1].manifest.settings, "kv_cache_dtype", "fp8_e4m3")
-    result, one = looked_at(*noisy)
+    result, one = looked_at(*rounded)
     assert (confirmed(result), one.site) == (["kv-cache-dtype"], "target.hidden.0")
     assert "plausible, not proved" in one.evidence
 
 
-def test_features_that_differ_by_more_are_not(noisy: tuple[Trace, Trace], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(noisy[1].manifest.settings, "kv_cache_dtype", "bfloat16")
-    result, one = looked_at(*noisy)
+def test_features_that_differ_by_more_than_a_finer_cache_rounds_are_not(
+    rounded: tuple[Trace, Trace], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(rounded[1].manifest.settings, "kv_cache_dtype", "bfloat16")
+    result, one = looked_at(*rounded)
     assert one.verdict == "ruled_out"
+    assert "that is not all" in one.evidence
     assert result.diagnosis is not None
     assert not result.diagnosis.confirmed
     assert result.diagnosis.unexplained
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [noise(0.12), noise(0.12, BEHIND), times(1.3), times(0.7), times(0.6, slice(5, 6))],
+    ids=["all-rows", "behind-the-prompts", "too-long", "too-short", "one-row"],
+)
+def test_a_fault_of_the_target_beside_a_cache_that_rounds_stays_unexplained(fault: States, tmp_path: Path) -> None:
+    result, _, _ = run(cached(E4M3, "fp8_e4m3", summand=fault), tmp_path)
+    assert left_open(result)
+
+
+def test_rows_that_read_nothing_cached_and_differ_as_well_rule_it_out(everywhere: tuple[Trace, Trace]) -> None:
+    result, one = looked_at(*everywhere)
+    assert (left_open(result), one.verdict) == (True, "ruled_out")
+    assert "rows that read nothing from the cache differ as well" in one.evidence
+
+
+def test_of_a_draft_that_does_not_show_the_rounding_nothing_follows_for_its_target(
+    unshown: tuple[Trace, Trace],
+) -> None:
+    result, one = looked_at(*unshown)
+    assert (left_open(result), one.verdict) == (True, "not_tested")
+    assert "the draft's cache does not show it" in one.evidence
+    assert one.fix is not None
+    assert one.fix.startswith("record the serving side with --kv-cache-dtype auto")
+
+
+def test_beside_a_draft_that_cannot_be_judged_the_rows_of_prefills_decide(
+    unshown: tuple[Trace, Trace], everywhere: tuple[Trace, Trace], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for _, serve in (unshown, everywhere):
+        monkeypatch.setitem(serve.manifest.settings, "draft_kv_cache_dtype", "float32")
+    result, one = looked_at(*unshown)
+    assert (confirmed(result), one.site) == (["kv-cache-dtype"], "target.hidden.0")
+    assert "the draft's cache cannot be judged beside it" in one.evidence
+    result, one = looked_at(*everywhere)
+    assert one.verdict == "not_tested"
+    assert result.diagnosis is not None
+    assert not result.diagnosis.confirmed
+    assert result.diagnosis.unexplained
+
+
+def test_another_target_is_told_first_and_leaves_the_cache_nothing_of_the_features(
+    rounded: tuple[Trace, Trace], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = rounded[1].manifest.target
+    monkeypatch.setitem(target, "config", dict(target["config"], rms_norm_eps=1e-2))
+    result, one = looked_at(*rounded)
+    assert confirmed(result)[0] == "target-differs"
+    assert one.site != "target.hidden.0"
+    assert "that the target's features differ is explained by target-differs" in one.evidence
+
+
+@pytest.mark.parametrize(("unit", "least", "most"), [(2.0**-4, 0.01, 0.06), (2.0**-8, 1e-3, 4e-3)])
+def test_what_is_expected_of_a_cache_is_of_the_size_of_its_rounding(unit: float, least: float, most: float) -> None:
+    sizes = [_expected(unit, layers) for layers in (2, 8, 32, 80)]
+    assert sizes == sorted(sizes)
+    assert least < sizes[0] < sizes[-1] < most
+    assert _expected(unit, 0) == 0, "no layer, no attention"
 
 
 @pytest.mark.parametrize("dtype", sorted({*NAMES.values(), "float8_e5m2fnuz"} - {"float32"}))

@@ -47,6 +47,7 @@ def mla(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (YARN | {"mscale": INF}, Status.FAIL, "mscale is Infinity"),
         (YARN | {"beta_fast": -1}, Status.FAIL, "beta_fast is -1"),
         (YARN | {"beta_fast": 1, "beta_slow": 32}, Status.WARN, "beta_fast is 1, beta_slow 32"),
+        (YARN | {"beta_fast": 1, "beta_slow": 1}, Status.SKIP, "deepseek_yarn"),
         ({**YARN, "type": "llama3", "factor": 0.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
          Status.FAIL, "factor is 0.0 for a rotary embedding of the form deepseek_yarn"),
         ({**YARN, "type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}, Status.WARN, "the form llama3"),
@@ -59,6 +60,60 @@ def test_a_latent_drafts_scaling_is_judged_by_the_yarn_that_its_class_makes_of_i
     (mla / "config.json").write_text(json.dumps(latent.draft_config(rope_scaling=scaling)))
     found = named(check(mla), "rope")
     assert (found.status, words in found.evidence) == (status, True), found.evidence
+
+
+DEEPSEEK = {
+    "type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1,
+    "mscale": 1.0, "mscale_all_dim": 1.0,
+}  # fmt: skip
+LLAMA = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}  # fmt: skip
+#: published configs' base, positions and scaling, which drafts copy
+PUBLISHED: dict[str, tuple[float, int, dict[str, Any]]] = {
+    "Llama-3.1": (500000.0, 131072, LLAMA),
+    "Llama-3.2": (500000.0, 131072, LLAMA | {"factor": 32.0}),
+    "Qwen2.5": (1000000.0, 32768, {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}),
+    "Qwen3": (1000000, 40960, {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}),
+    "DeepSeek-V3": (10000, 163840, DEEPSEEK),
+    "Kimi-K2": (50000.0, 131072, DEEPSEEK | {"factor": 32.0, "beta_fast": 1.0, "beta_slow": 1.0}),
+    "Kimi-K2-0905": (50000.0, 262144, DEEPSEEK | {"factor": 64.0, "beta_fast": 1.0, "beta_slow": 1.0}),
+    "gpt-oss": (150000, 131072, {
+        "rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "beta_fast": 32.0,
+        "beta_slow": 1.0, "truncate": False,
+    }),
+    "Phi-3.5": (10000.0, 131072, {"type": "longrope", "short_factor": [1.0, 1.02], "long_factor": [1.08, 64.0]}),
+    "deepseek-coder": (100000, 16384, {"type": "linear", "factor": 4.0}),
+    "InternLM2": (1000000, 32768, {"type": "dynamic", "factor": 2.0}),
+    "no scaling": (10000.0, 4096, {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("model", "engine"),
+    [(model, engine) for model in PUBLISHED for engine in ENGINES]
+    + [(model, "latent") for model, (_, _, scaling) in PUBLISHED.items() if "mscale" in scaling],
+)
+def test_a_published_scaling_neither_fails_nor_warns(
+    model: str, engine: str, served: Path, mla: Path, folders: Folders
+) -> None:
+    theta, positions, scaling = PUBLISHED[model]
+    changes = {"rope_theta": theta, "max_position_embeddings": positions, "rope_scaling": scaling or None}
+    if engine == "latent":
+        (mla / "config.json").write_text(json.dumps(latent.draft_config(**changes)))
+        found = named(check(mla), "rope")
+    else:
+        config = {key: value for key, value in flat_config(folders).items() if key != "rope_parameters"} | changes
+        if scaling.get("type") == "longrope":
+            config["original_max_position_embeddings"] = 4096
+            pairs = config["head_dim"] // 2
+            config["rope_scaling"] = scaling | {
+                key: [value[0], *[value[1]] * (pairs - 1)] for key, value in scaling.items() if key != "type"
+            }
+        (served / "config.json").write_text(json.dumps(config))
+        found = named(check(served, engine=ENGINES[engine]), "rope")
+    assert found.status is Status.SKIP, found.evidence
 
 
 @pytest.mark.parametrize("engine", ENGINES.values(), ids=ENGINES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from eagle_trace.checkpoints import read_config
 from eagle_trace.errors import EagleTraceError
 from eagle_trace_analysis.checkpoint.check import check
 from eagle_trace_analysis.checkpoint.purpose import purpose_of
@@ -32,6 +34,7 @@ ODD: list[Any] = [
     float("nan"),
     float("inf"),
     10**30,
+    10**400,
     "",
     "yarn",
     [],
@@ -91,6 +94,52 @@ def test_no_value_of_a_config_ends_in_a_traceback(kind: str, tmp_path: Path) -> 
             holder[place[-1]] = value
             (folder / "config.json").write_text(json.dumps(changed), encoding="utf-8")
             _judge(folder)
+
+
+#: numbers that the engines read, and that the drafts' configs above do not all have
+TOP = (
+    "max_position_embeddings", "original_max_position_embeddings", "model_max_length", "max_sequence_length",
+    "seq_length", "max_seq_len", "rope_theta", "rms_norm_eps", "partial_rotary_factor", "head_dim",
+    "num_key_value_heads", "num_aux_hidden_states", "target_hidden_size", "draft_vocab_size", "initializer_range",
+)  # fmt: skip
+ROPE = (
+    "rope_theta", "factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor", "beta_fast",
+    "beta_slow", "mscale", "mscale_all_dim", "attn_factor", "attention_factor", "extrapolation_factor", "alpha",
+    "short_mscale", "long_mscale", "partial_rotary_factor",
+)  # fmt: skip
+FORM: dict[str, Any] = {
+    "factor": 2.0, "original_max_position_embeddings": 64, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "short_factor": [1.0] * 4, "long_factor": [1.0] * 4, "rope_theta": 1e4,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", DRAFTS)
+def test_no_number_of_hundreds_of_digits_ends_in_a_traceback(kind: str, tmp_path: Path) -> None:
+    config, tensors = DRAFTS[kind]()
+    folder = write_checkpoint(tmp_path, config, tensors)
+    inner = config.get("transformer_layer_config", config)
+
+    def judge(changes: Mapping[str, Any]) -> None:
+        layer = {
+            key: value for key, value in inner.items() if key != "rope_parameters" or "rope_scaling" not in changes
+        }
+        whole = layer | changes if inner is config else config | {"transformer_layer_config": layer | changes}
+        (folder / "config.json").write_text(json.dumps(whole), encoding="utf-8")
+        _judge(folder)
+
+    huge = 10**400
+    for key in TOP:
+        judge({key: huge})
+    for form, key in itertools.product(("yarn", "longrope", "linear", "dynamic", "llama3"), ROPE):
+        judge({"rope_scaling": {"rope_type": form, **FORM, key: huge}})
+
+
+def test_a_configs_numbers_are_those_that_a_float_can_hold(tmp_path: Path) -> None:
+    largest, huge, endless = ("1" + "0" * zeros for zeros in (308, 309, 9999))
+    text = f'{{"a": [1, -7, 1.5, {largest}], "b": {{"c": -{huge}, "d": {endless}}}}}'
+    (tmp_path / "config.json").write_text(text)
+    inf = float("inf")
+    assert read_config(tmp_path) == {"a": [1, -7, 1.5, 10**308], "b": {"c": -inf, "d": inf}}
 
 
 @pytest.mark.parametrize("kind", DRAFTS)

@@ -99,7 +99,8 @@ def test_export_writes_a_bin_as_safetensors(tmp_path: Path) -> None:
     (folder / "config.json").write_text(json.dumps(make.speculators_config()))
     assert troubles(check(folder)) == {}
     export(folder, tmp_path / "out")
-    assert sorted(file.name for file in (tmp_path / "out").iterdir()) == ["config.json", "model.safetensors"]
+    names = sorted(file.name for file in (tmp_path / "out").iterdir())
+    assert names == [".eagle-trace-export", "config.json", "model.safetensors"]
     result = check(tmp_path / "out", reference=folder)
     assert troubles(result) == {}
     assert result.changes == []
