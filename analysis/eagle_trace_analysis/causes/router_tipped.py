@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from eagle_trace_analysis.causes.base import Cause, Outcome, confirmed, not_tested, ruled_out
-from eagle_trace_analysis.comparison.tipped import TIPS
+from eagle_trace_analysis.comparison.margins import TIPS
 from eagle_trace_analysis.evidence.context import Context
 
 FIX = (

@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 
 from eagle_trace.capture import to_float32
 from eagle_trace.reader import Trace, ValueReader
+from eagle_trace_analysis.comparison.margins import Row
 from eagle_trace_analysis.pairing.pairs import Pairs
 
 Int = NDArray[np.int64]
 Float64 = NDArray[np.float64]
-Row = tuple[int, int]
 
 #: length of a row that other experts computed, over its length in the reference
 LENGTHS = (0.5, 2.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,11 @@ import pytest
 
 from eagle_trace import Trace
 from eagle_trace.errors import TraceError
+from eagle_trace.manifest import Manifest, sealed_json
 from eagle_trace_analysis import Diff, diff
 from eagle_trace_analysis.causes.base import Outcome, confirmed
 from eagle_trace_analysis.causes.router_tipped import CAUSE, check
-from eagle_trace_analysis.comparison.tipped import Margins
+from eagle_trace_analysis.comparison.margins import Margins
 from eagle_trace_analysis.evidence.context import Context
 from tests.support.synthetic import HIDDEN, Prompt, Side, default_features, make_prompts, only, write_trace
 from tests.support.verdicts import result_of
@@ -310,10 +312,12 @@ def test_nothing_is_excused_or_ruled_out_where_margins_are_not_known(
 
 
 @pytest.mark.parametrize("routers", [{"unread": ["a"]}, {"unread": 3}, {"read": [-1]}, [1]])
-def test_a_manifest_whose_routers_are_no_layers_is_refused_in_a_sentence(routers: Any, tmp_path: Path) -> None:
-    side = Side("train", settings={"routers": routers})
-    with pytest.raises(TraceError, match=r"settings\.routers"):
-        write_trace(tmp_path / "train.trace", side, PROMPTS[:1])
+def test_a_manifest_whose_routers_are_no_layers_is_refused_in_a_sentence(routers: Any) -> None:
+    said = json.loads(Manifest("train", "values", "test").to_bytes())
+    said.pop("checksum", None)
+    said["settings"] = {"routers": routers}
+    with pytest.raises(TraceError, match=r"settings.*routers"):
+        Manifest.from_json(sealed_json(said), "here")
 
 
 def floor_that_tipped(site: str) -> dict[str, Any]:
