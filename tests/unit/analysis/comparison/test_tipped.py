@@ -252,7 +252,7 @@ def test_where_most_of_the_draft_follows_from_rows_that_tipped_nothing_is_said_t
     verdict = verdict_of(found)
     assert verdict.verdict == "confirmed"
     assert "of 16 rows 0 would be left (hidden, step 1)" in verdict.evidence
-    assert str(verdict.fix).startswith("nothing shows a fault, and these features cannot show that there is none")
+    assert str(verdict.fix).startswith("these features show no fault of the draft, and cannot")
 
 
 def test_where_the_rows_furthest_from_the_beginning_follow_from_those_that_tipped_nothing_is_said_to_agree(
