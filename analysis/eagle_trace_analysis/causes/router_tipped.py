@@ -9,8 +9,8 @@ from eagle_trace_analysis.comparison.margins import TIPS
 from eagle_trace_analysis.evidence.context import Context
 
 FIX = (
-    "these features show no fault of the draft, and cannot show that there is none: compare with the server's own (record "
-    "--mode train --features serve), or record both sides in float32"
+    "these features show no fault of the draft, and cannot show that there is none: compare with the server's own "
+    "(record --mode train --features serve), or record both sides in float32"
 )
 #: what a confirmed cause about the draft's inputs speaks of
 GIVEN = ("target.hidden.", "fused", "token", "position")
