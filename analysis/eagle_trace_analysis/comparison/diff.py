@@ -26,6 +26,7 @@ from eagle_trace_analysis.comparison.checks import (
 from eagle_trace_analysis.comparison.compare import Compared, SiteFold
 from eagle_trace_analysis.comparison.fold import Executor, Threads, fold
 from eagle_trace_analysis.comparison.frontier import find_frontier, shape_order
+from eagle_trace_analysis.comparison.left import least_left
 from eagle_trace_analysis.comparison.metrics import ANY_NUMBERS, Metrics
 from eagle_trace_analysis.comparison.notes import (
     benign_notes,
@@ -40,7 +41,7 @@ from eagle_trace_analysis.comparison.result import Diff, Note, SiteResult
 from eagle_trace_analysis.comparison.rowwise import RowFigures
 from eagle_trace_analysis.comparison.site import site_fold
 from eagle_trace_analysis.comparison.sketch import WORDS, widened
-from eagle_trace_analysis.comparison.tipped import Tipped, beside_tipped, least_left
+from eagle_trace_analysis.comparison.tipped import Tipped, beside_tipped
 from eagle_trace_analysis.comparison.tolerance import FACTOR, Tolerances
 from eagle_trace_analysis.comparison.topk import check_topk
 from eagle_trace_analysis.comparison.words import (

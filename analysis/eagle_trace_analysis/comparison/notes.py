@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sized
 
 from eagle_trace.reader import Trace
+from eagle_trace_analysis.comparison.left import least_left
 from eagle_trace_analysis.comparison.metrics import IdMetrics, Metrics
 from eagle_trace_analysis.comparison.params import differing, other_form
 from eagle_trace_analysis.comparison.result import Note, SiteResult
-from eagle_trace_analysis.comparison.tipped import Tipped, least_left
+from eagle_trace_analysis.comparison.tipped import Tipped
 from eagle_trace_analysis.comparison.words import LISTED, some
 from eagle_trace_analysis.pairing.align import Alignment
 from eagle_trace_analysis.pairing.ranks import check_ranks

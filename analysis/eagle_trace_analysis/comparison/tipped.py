@@ -26,7 +26,7 @@ diverged, and the cause says why.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import exp, lgamma, log
@@ -38,6 +38,7 @@ from numpy.typing import NDArray
 from eagle_trace.capture import Rows
 from eagle_trace.reader import Trace
 from eagle_trace.sites import Site
+from eagle_trace_analysis.comparison.left import SKIPPED
 from eagle_trace_analysis.comparison.margins import Margins, Row
 from eagle_trace_analysis.comparison.metrics import Metrics
 from eagle_trace_analysis.comparison.own import keeps_values, not_its_own
@@ -59,7 +60,6 @@ IMPLAUSIBLE = 1e-4
 #: beginning, where a fault that grows with the position shows
 MOST_LEFT_OUT, MOST_OF_FURTHEST = 0.25, 0.5
 _FEATURE = "target.hidden."
-SKIPPED = "router-tipped"
 
 
 @dataclass(frozen=True)
@@ -214,43 +214,6 @@ def _foreign(
         for one in features
     }
     return not_its_own(*traces, pairs_of, moved)
-
-
-@dataclass(frozen=True)
-class Left:
-    """What of a site and step is compared beside rows that are left out.
-
-    Attributes:
-        site, step: where.
-        rows, known: rows that are compared, and those that would be.
-    """
-
-    site: str
-    step: int
-    rows: int
-    known: int
-
-    @property
-    def share(self) -> float:
-        """Share of the rows that are compared."""
-        return self.rows / self.known if self.known else 1.0
-
-    @property
-    def text(self) -> str:
-        """In words."""
-        return f"{self.rows} of {self.known} rows of {self.site}, step {self.step}"
-
-
-def least_left(results: Iterable[SiteResult]) -> Left:
-    """The site and step of which the smallest share is compared beside the rows that are left out."""
-    found = (
-        Left(
-            one.site, one.step, one.coverage.matched, one.coverage.matched + one.coverage.skipped_train.get(SKIPPED, 0)
-        )
-        for one in results
-        if one.coverage is not None
-    )
-    return min(found, key=lambda one: one.share)
 
 
 def _by_values(one: SiteResult) -> bool:
