@@ -6,11 +6,15 @@ from pathlib import Path
 
 import pytest
 
+from eagle_trace import open_trace
 from eagle_trace.demo.run import KIMI, diff_all, record_all
+from eagle_trace.errors import IncomparableError
+from eagle_trace_analysis import diff
 from tests.support.verdicts import expect
 from tests.support.warm.start import Warm
 
 pytest.importorskip("speculators")
+GOLDEN = Path(__file__).parents[1] / "golden"
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(1800)]
 
 
@@ -24,3 +28,7 @@ def test_the_story_is_told_on_its_own_family(tmp_path: Path, warm: Warm) -> None
     assert right is not None
     assert wrong is not None
     assert right > 3 > 1.5 > wrong
+    # the demo's other pair is another model
+    for mine, theirs in ((traces.train, "healthy"), (traces.healthy, "healthy"), (traces.healthy, "train")):
+        with pytest.raises(IncomparableError, match="96 wide"):
+            diff(open_trace(mine), open_trace(GOLDEN / f"{theirs}.trace"))

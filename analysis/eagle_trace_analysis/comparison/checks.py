@@ -34,6 +34,22 @@ def check_families(train: Trace, serve: Trace) -> None:
         )
 
 
+def check_widths(train: Trace, serve: Trace, sites: Sequence[Site], shapes: tuple[Shapes, Shapes]) -> None:
+    """Raises IncomparableError where no site of the hidden size has one width in both: those are two drafts."""
+    seen = [
+        [{width for width, _ in side[site.name]} for side in shapes]
+        for site in sites
+        if site.kind == "value" and site.axes[0] == "H" and all(site.name in side for side in shapes)
+    ]
+    if len(seen) < 2 or any(mine & theirs for mine, theirs in seen):
+        return
+    mine, theirs = (min(widths) for widths in seen[0])
+    raise IncomparableError(
+        f"{train.path} is of a draft that is {mine} wide, {serve.path} of one that is {theirs} wide: these are two "
+        "drafts, so give two recordings of the same one"
+    )
+
+
 def shapes_of(trace: Trace) -> Shapes:
     """Width and dtype of each value site a trace knows: of its rows where it kept some, else as the host
     showed them.

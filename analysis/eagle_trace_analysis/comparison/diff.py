@@ -20,6 +20,7 @@ from eagle_trace_analysis.comparison.checks import (
     check_positions,
     check_shapes,
     check_tokens,
+    check_widths,
     row_key,
     shapes_of,
 )
@@ -94,7 +95,7 @@ def diff(
         tolerance: how many times its rounding floor the error of a site may be.
 
     Raises:
-        IncomparableError: the drafts are of different families, or `floors` is of no use here.
+        IncomparableError: the drafts are of different families or of different widths, or `floors` is of no use here.
         TraceError: a file cannot be read.
     """
     train, serve = in_order(reference, other)
@@ -130,6 +131,7 @@ class _Comparison:
         self.benign: list[Note] = []
         self.shapes: tuple[Shapes, Shapes] = (shapes_of(train), shapes_of(serve))
         self.sites = self._known_sites()
+        check_widths(train, serve, self.sites, self.shapes)
         widths = {site: max(width for width, _ in seen) for side in self.shapes for site, seen in side.items()}
         self.tolerances = Tolerances(self.sites, train, serve, widths, floors, tolerance)
         self.alignment: Alignment = align(train, serve)

@@ -99,6 +99,8 @@ def rotate(x_TA: Real, positions: NDArray[np.integer], head_dim: int, rope: Rope
     angle, factor = found
     cos, sin = ((f(angle) * factor).astype(x_TA.dtype)[:, None, :] for f in (np.cos, np.sin))
     half = angle.shape[1]
+    if x_TA.shape[1] % head_dim:
+        raise NotReplayedError(f"rows of {x_TA.shape[1]} hold no whole heads of {head_dim}")
     x = x_TA.reshape(len(x_TA), -1, head_dim)
     out = x.copy()
     first, second = (slice(0, 2 * half, 2), slice(1, 2 * half, 2)) if rope.interleaved else (

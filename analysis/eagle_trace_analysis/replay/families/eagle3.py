@@ -48,7 +48,9 @@ def embed(i: Inputs, _: str) -> Real:
     if name not in i.weights:
         raise NotReplayedError(f"the checkpoint has no {name}")
     tokens = i.recorded.keys.token_id[i.at].astype(np.int64)
-    rows = i.weights.shape(name)[0]
+    rows, width = i.weights.shape(name)
+    if i.channels.max(initial=-1) >= width:
+        raise NotReplayedError(f"{name} is {width} wide, which is less than what was recorded")
     i.present &= tokens < rows
     found = i.weights.rows(name, np.minimum(tokens, rows - 1))
     return found.astype(i.recorded.dtype)[:, i.channels]

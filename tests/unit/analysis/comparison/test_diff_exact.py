@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
 from eagle_trace import Trace
 from eagle_trace.capture import Rows
+from eagle_trace.errors import IncomparableError
+from eagle_trace.sites import draft_sites
 from eagle_trace_analysis import IdMetrics, Metrics, diff
+from eagle_trace_analysis.comparison.checks import Shapes, check_widths
 from tests.support.synthetic import (
     DRAFT_VOCAB,
     F64,
@@ -38,6 +42,19 @@ def test_single_layer_features_part_at_fused_by_shape(level: str, write: Any) ->
     assert found is not None
     assert (found.train["shape"], found.serve["shape"]) == (["T", 3 * HIDDEN], ["T", HIDDEN])
     assert len(result.frontier) == 1
+
+
+def test_drafts_of_two_widths_are_two_drafts_and_are_not_compared() -> None:
+    def shapes(hidden: int) -> Shapes:
+        return {site.name: {(hidden * (3 if site.axes[0] == "n*G" else 1), "float32")} for site in sites}
+
+    sites = [site for site in draft_sites() if site.kind == "value"]
+    traces = [cast("Trace", SimpleNamespace(path=name)) for name in ("a.trace", "b.trace")]
+    check_widths(*traces, sites, (shapes(96), shapes(96)))
+    with pytest.raises(IncomparableError, match=r"a.trace is .* 96 wide, b.trace of one that is 128 wide"):
+        check_widths(*traces, sites, (shapes(96), shapes(128)))
+    # one site that is otherwise is a divergence of that site
+    check_widths(*traces, sites, (shapes(96), shapes(96) | {"embed": {(128, "float32")}}))
 
 
 def test_shape_comes_before_numbers_of_earlier_sites(write: Any) -> None:
