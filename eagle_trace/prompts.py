@@ -49,7 +49,8 @@ def read_prompts(path: Path) -> list[Prompt]:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise PromptsError(f"cannot read prompts from {path}: {error}") from error
+        why = (error.strerror if isinstance(error, OSError) else None) or error
+        raise PromptsError(f"cannot read prompts from {path}: {why}") from error
     lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
     if not lines:
         raise PromptsError(f'{path} holds no prompt: write JSON lines such as {{"prompt": "Hello"}}')

@@ -4,11 +4,21 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from eagle_trace.checkpoints import read_config, text_config
+from eagle_trace.checkpoints import class_names, read_config, text_config
 from eagle_trace.errors import CheckpointError
 
 #: files of weights, in the order in which servers look for them
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt")
+
+
+def exchanged(target: Path) -> str:
+    """A question behind what is wrong with a draft, where the target is one; else nothing."""
+    try:
+        names = class_names(read_config(target))
+    except CheckpointError:
+        return ""
+    drafts = any("eagle" in name.lower() for name in names)
+    return "; were --target and --draft given the other way round?" if drafts else ""
 
 
 def check_fit(title: str, target: Path, draft: Path) -> None:

@@ -11,7 +11,7 @@ from eagle_trace.errors import CheckpointError, UsageError
 from eagle_trace.manifest import without_secrets
 from eagle_trace_serving.arguments import PREFIX_CACHE_OFF, beneath, number
 from eagle_trace_serving.host import Address, Launch, ServerOptions
-from eagle_trace_serving.pair import check_fit
+from eagle_trace_serving.pair import check_fit, exchanged
 from eagle_trace_sglang.releases import check_release
 from eagle_trace_sglang.targets import check_classes
 from sglang_cpu_eagle import cpu_environment
@@ -57,7 +57,7 @@ def check_deployment(target: Path, draft: Path) -> None:
     if not any("Eagle3" in str(name) for name in config.get("architectures") or []):
         raise CheckpointError(
             f"the draft {draft} is no EAGLE-3 draft for SGLang: its config says {config.get('architectures')}, "
-            'not ["LlamaForCausalLMEagle3"]'
+            f"not {['LlamaForCausalLMEagle3']}{exchanged(target)}"
         )
     check_fit("SGLang", target, draft)
 

@@ -13,7 +13,7 @@ from eagle_trace.errors import CheckpointError, UsageError
 from eagle_trace.manifest import without_secrets
 from eagle_trace_serving.arguments import PREFIX_CACHE_OFF, beneath, names_of, number, value
 from eagle_trace_serving.host import Address, Launch, ServerOptions
-from eagle_trace_serving.pair import check_fit
+from eagle_trace_serving.pair import check_fit, exchanged
 from eagle_trace_vllm.asking import PLAIN_IDS
 from eagle_trace_vllm.releases import check_release
 
@@ -79,6 +79,7 @@ def check_pair(target: Path, draft: Path) -> None:
         raise CheckpointError(
             f"{draft} is not a draft that is recorded on vLLM: its config says {config.get('architectures')}, "
             f"not one of {', '.join(DRAFTS)}, and it is not in speculators format"
+            f"{exchanged(target)}"
         )
     check_fit("vLLM", target, draft)
 

@@ -28,7 +28,7 @@ def print_sites(console: Console, diff: Diff, sites: str, most: int | None) -> N
         console.print(Text(text, style="dim"))
     if left := [result.verdict for result in chosen if result not in listed]:
         counts = [f"{left.count(verdict)} {verdict}" for verdict in ("agree", "not compared") if verdict in left]
-        console.print(Text(f"sites: {' and '.join(counts)} at every step; --sites all lists them", style="dim"))
+        console.print(Text(f"sites: {' and '.join(counts)} at every step; diff --sites all lists them", style="dim"))
     console.print()
 
 

@@ -63,7 +63,7 @@ def test_the_first_line_fits_whatever_the_site_is_called(broken: Diff) -> None:
 
 def test_an_agreeing_pair_needs_no_table_unless_asked(healthy: Diff) -> None:
     assert "layer.0.attn.k_rope" not in render(healthy)
-    assert "sites: 31 agree at every step; --sites all lists them" in render(healthy)
+    assert "sites: 31 agree at every step; diff --sites all lists them" in render(healthy)
     assert "layer.0.attn.k_rope" in render(healthy, sites="all")
 
 
