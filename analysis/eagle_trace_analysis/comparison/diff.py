@@ -225,7 +225,7 @@ class _Comparison:
             return self._too_few_beside_tipped(minimum_share, results)
         comparable = coverage.matched + coverage.unmatched_serve
         return (
-            f"only {coverage.matched} of {comparable} comparable serve rows ({coverage.share:.0%}) "
+            f"only {coverage.matched} of {comparable} comparable serve rows ({coverage.per_cent}) "
             f"have a train row, fewer than {minimum_share:.0%}: "
             f"{both(extent(self.train), extent(self.serve), 'rows')}{self._ended_early()}. "
             f"{self._record_again()}, or lower --minimum-share"

@@ -97,6 +97,11 @@ class Coverage:
         comparable = self.matched + self.unmatched_serve
         return self.matched / comparable if comparable else 0.0
 
+    @property
+    def per_cent(self) -> str:
+        """The share as it is printed: 100 % of all rows only."""
+        return f"{self.share:.0%}" if self.share == 1 else f"{min(round(100 * self.share), 99)}%"
+
 
 @dataclass(frozen=True)
 class Pairs:

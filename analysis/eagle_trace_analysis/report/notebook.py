@@ -17,7 +17,7 @@ def diff_html(diff: Diff) -> str:
     accept = diff.accept_length.observed
     facts = {
         "in words": lead(diff),
-        "rows": f"{diff.coverage.matched} matched ({diff.coverage.share:.0%} of the comparable serve rows)",
+        "rows": f"{diff.coverage.matched} matched ({diff.coverage.per_cent} of the comparable serve rows)",
         "accept length": "not known" if accept is None else f"{accept:.2f} tokens per round, bonus included",
         "tolerance": diff.tolerance,
     }

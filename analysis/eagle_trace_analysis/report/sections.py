@@ -82,7 +82,7 @@ def cards(diff: Diff) -> Iterator[tuple[str, str]]:
     yield f"{differ} of {compared}", "sites and steps differ"
     coverage = diff.coverage
     yield (
-        f"{coverage.share:.0%}",
+        coverage.per_cent,
         f"of the comparable rows matched ({coverage.matched} of {coverage.matched + coverage.unmatched_serve})",
     )
     found = diff.diagnosis

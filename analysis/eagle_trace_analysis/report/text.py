@@ -196,7 +196,7 @@ def _answer(diff: Diff, width: int) -> list[Text]:
     coverage = diff.coverage
     comparable = coverage.matched + coverage.unmatched_serve
     skipped = sum(coverage.skipped_serve.values())
-    text = f"coverage: {coverage.matched} of {comparable} serve rows have a train row ({coverage.share:.0%})"
+    text = f"coverage: {coverage.matched} of {comparable} serve rows have a train row ({coverage.per_cent})"
     lines.append(Text(text + (f", {skipped} skipped" if skipped else "")))
     return lines
 

@@ -71,6 +71,15 @@ def test_a_pair_of_two_widths_is_refused(target: dict[str, Any], draft: dict[str
         check_deployment(one, two)
 
 
+def test_a_pair_that_was_exchanged_is_asked_for(tmp_path: Path) -> None:
+    one = make.write_checkpoint(tmp_path / "target", make.decoder_config(2), {"x": np.ones(1, np.float32)})
+    two = make.write_checkpoint(tmp_path / "draft", FLAT, {"x": np.ones(1, np.float32)})
+    with pytest.raises(CheckpointError, match=r"given the other way round\?$"):
+        check_deployment(two, one)
+    with pytest.raises(CheckpointError, match=r"not \['LlamaForCausalLMEagle3'\]$"):
+        check_deployment(one, one)
+
+
 LATENT = {"model_type": "kimi_k2", "kv_lora_rank": 32, "rope_scaling": {"type": "yarn", "factor": 4.0}}
 
 

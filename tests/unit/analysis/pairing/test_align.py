@@ -253,3 +253,12 @@ def test_two_sides_without_rows_give_no_pairs() -> None:
     assert matched(rows([]), rows([])) == []
     assert matched(rows([(0, 1, ())]), rows([])) == []
     assert coverage(rows([]), rows([])).share == 0.0
+
+
+@pytest.mark.parametrize(
+    ("matched", "unmatched", "said"),
+    [(805, 0, "100%"), (801, 4, "99%"), (9999, 1, "99%"), (769, 454, "63%"), (0, 0, "0%")],
+)
+def test_all_rows_are_said_of_all_rows_alone(matched: int, unmatched: int, said: str) -> None:
+    coverage = Coverage(matched, matched + unmatched, matched, 0, unmatched, {}, {})
+    assert coverage.per_cent == said
