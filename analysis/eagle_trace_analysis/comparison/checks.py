@@ -34,17 +34,17 @@ def check_families(train: Trace, serve: Trace) -> None:
         )
 
 
-def check_widths(train: Trace, serve: Trace, sites: Sequence[Site], shapes: tuple[Shapes, Shapes]) -> None:
-    """Raises IncomparableError where no site of the hidden size has one width in both: those are two drafts."""
+def two_drafts(train: Trace, serve: Trace, sites: Sequence[Site], shapes: tuple[Shapes, Shapes]) -> str | None:
+    """That these are two drafts, in words: where no site of the hidden size has one width in both."""
     seen = [
         [{width for width, _ in side[site.name]} for side in shapes]
         for site in sites
         if site.kind == "value" and site.axes[0] == "H" and all(site.name in side for side in shapes)
     ]
     if len(seen) < 2 or any(mine & theirs for mine, theirs in seen):
-        return
+        return None
     mine, theirs = (min(widths) for widths in seen[0])
-    raise IncomparableError(
+    return (
         f"{train.path} is of a draft that is {mine} wide, {serve.path} of one that is {theirs} wide: these are two "
         "drafts, so give two recordings of the same one"
     )

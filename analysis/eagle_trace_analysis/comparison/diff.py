@@ -20,9 +20,9 @@ from eagle_trace_analysis.comparison.checks import (
     check_positions,
     check_shapes,
     check_tokens,
-    check_widths,
     row_key,
     shapes_of,
+    two_drafts,
 )
 from eagle_trace_analysis.comparison.compare import Compared, SiteFold
 from eagle_trace_analysis.comparison.fold import Executor, Threads, fold
@@ -95,7 +95,7 @@ def diff(
         tolerance: how many times its rounding floor the error of a site may be.
 
     Raises:
-        IncomparableError: the drafts are of different families or of different widths, or `floors` is of no use here.
+        IncomparableError: the drafts are of different families, or `floors` is of no use here.
         TraceError: a file cannot be read.
     """
     train, serve = in_order(reference, other)
@@ -131,7 +131,6 @@ class _Comparison:
         self.benign: list[Note] = []
         self.shapes: tuple[Shapes, Shapes] = (shapes_of(train), shapes_of(serve))
         self.sites = self._known_sites()
-        check_widths(train, serve, self.sites, self.shapes)
         widths = {site: max(width for width, _ in seen) for side in self.shapes for site, seen in side.items()}
         self.tolerances = Tolerances(self.sites, train, serve, widths, floors, tolerance)
         self.alignment: Alignment = align(train, serve)
@@ -144,7 +143,7 @@ class _Comparison:
 
     def run(self, minimum_share: float) -> Diff:
         results: Results = {}
-        reason = self._nothing_in_common()
+        reason = self._nothing_in_common() or two_drafts(self.train, self.serve, self.sites, self.shapes)
         if reason is None:
             results = self._compare()
         self.benign += benign_notes(results, self.tipped)

@@ -12,10 +12,9 @@ import pytest
 
 from eagle_trace import Trace
 from eagle_trace.capture import Rows
-from eagle_trace.errors import IncomparableError
 from eagle_trace.sites import draft_sites
 from eagle_trace_analysis import IdMetrics, Metrics, diff
-from eagle_trace_analysis.comparison.checks import Shapes, check_widths
+from eagle_trace_analysis.comparison.checks import Shapes, two_drafts
 from tests.support.synthetic import (
     DRAFT_VOCAB,
     F64,
@@ -50,11 +49,12 @@ def test_drafts_of_two_widths_are_two_drafts_and_are_not_compared() -> None:
 
     sites = [site for site in draft_sites() if site.kind == "value"]
     traces = [cast("Trace", SimpleNamespace(path=name)) for name in ("a.trace", "b.trace")]
-    check_widths(*traces, sites, (shapes(96), shapes(96)))
-    with pytest.raises(IncomparableError, match=r"a.trace is .* 96 wide, b.trace of one that is 128 wide"):
-        check_widths(*traces, sites, (shapes(96), shapes(128)))
+    assert two_drafts(*traces, sites, (shapes(96), shapes(96))) is None
+    said = two_drafts(*traces, sites, (shapes(96), shapes(128)))
+    assert said is not None
+    assert said.startswith("a.trace is of a draft that is 96 wide, b.trace of one that is 128 wide")
     # one site that is otherwise is a divergence of that site
-    check_widths(*traces, sites, (shapes(96), shapes(96) | {"embed": {(128, "float32")}}))
+    assert two_drafts(*traces, sites, (shapes(96), shapes(96) | {"embed": {(128, "float32")}})) is None
 
 
 def test_shape_comes_before_numbers_of_earlier_sites(write: Any) -> None:
