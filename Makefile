@@ -12,13 +12,14 @@ VLLM_STAMP := $(VLLM_VENV)/.installed-$(shell cksum pyproject.toml | cut -d' ' -
 # tests start hundreds of processes: each would compile this project, and each worker rewrite the tests, again
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup demo test lint unit integration vllm bench soak gpu clean
+.PHONY: help setup demo test lint unit slow integration vllm bench soak gpu clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo         record both sides of the demo draft, healthy and broken, and diff them"
 	@echo "make test         lint, types, layers, and every test (the real SGLang and speculators, on CPU)"
-	@echo "make unit         the tests that start no host"
+	@echo "make unit         the quick tests: they start no host"
+	@echo "make slow         whole recordings, comparisons and commands, without a host"
 	@echo "make vllm         the tests that start vLLM, in .venv-vllm"
 	@echo "make bench        what recording and diffing cost (prints; asserts nothing)"
 	@echo "make soak         a server under load for some minutes: recorded and not, bad disks, bad clients"
@@ -46,7 +47,10 @@ lint: $(STAMP)
 
 # a worker takes neighbours, which share what a file sets up, and later from those that are not through
 unit: $(STAMP)
-	$(BIN)/python -m pytest tests/unit -n auto --dist worksteal
+	$(BIN)/python -m pytest tests/unit -m 'not slow' -n auto --dist worksteal
+
+slow: $(STAMP)
+	$(BIN)/python -m pytest tests/unit -m slow -n auto --dist worksteal
 
 # a start of a host is mostly waiting: two workers, the tests of a file in one of them, share their servers
 integration: $(STAMP)
@@ -65,7 +69,7 @@ $(VLLM_STAMP): pyproject.toml
 vllm: $(VLLM_STAMP)
 	$(VLLM_VENV)/bin/python -m pytest -m vllm tests/vllm
 
-test: lint unit integration vllm
+test: lint unit slow integration vllm
 
 bench: $(STAMP)
 	$(BIN)/python tests/benchmarks/bench_diff.py

@@ -33,6 +33,8 @@ from tests.support.liars import read_part, replace_part, tell, use
 from tests.support.tables import edit_manifest
 from tests.unit.test_trace import make_rows, write_trace
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 GOLDEN = ROOT / "tests" / "golden"
 VALUES = "values/site=fc.out/rank0-00000.parquet"

@@ -9,6 +9,8 @@ import pytest
 
 from eagle_trace.extras import way_to
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 #: makes an import of a host fail, as on a machine where it is not installed
 WITHOUT_HOSTS = """

@@ -37,6 +37,8 @@ from tests.support.pairs import DRAFT, TARGET
 from tests.support.synthetic import Side, make_prompts, write_trace
 from tests.support.tables import replace_table
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 GOLDEN = ROOT / "tests" / "golden"
 SITES = ("embed", "fc.out", "norm")

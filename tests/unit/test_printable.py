@@ -20,6 +20,8 @@ from tests.support.hostile import hostile_pair
 from tests.support.pairs import DRAFT
 from tests.support.tables import edit_manifest
 
+pytestmark = pytest.mark.slow
+
 STEERING = {
     "escape": "\x1b[2J", "bell": "\x07", "backspace": "\b", "delete": "\x7f", "C1 sequence": "\x9b31m",
     "override": "\u202e", "isolate": "\u2066", "mark": "\u200f", "zero width": "\u200b", "joiner": "\u200d",

@@ -29,6 +29,8 @@ from eagle_trace.sketch import (
 )
 from eagle_trace.writer import TraceWriter, prepare_output
 
+pytestmark = pytest.mark.slow
+
 DTYPES = [np.float32, np.float16, ml_dtypes.bfloat16, np.float64]
 
 

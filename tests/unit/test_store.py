@@ -35,6 +35,8 @@ from eagle_trace_analysis.report.json import to_json
 from tests.support.synthetic import Side, make_prompts, only, write_trace
 from tests.unit.test_partial import assert_consistent, put_call
 
+pytestmark = pytest.mark.slow
+
 FAULT = only("layer.0.attn.q", 0, lambda _, values: values * 1.045)
 
 

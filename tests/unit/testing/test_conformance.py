@@ -18,6 +18,8 @@ from eagle_trace_serving.batches import Batch
 from eagle_trace_serving.recording import Recording
 from tests.support.fake_host import FACTS, FakeHost
 
+pytestmark = pytest.mark.slow
+
 
 def test_a_host_of_a_few_lines_keeps_every_promise(tmp_path: Path) -> None:
     assert conformance(FakeHost(), tmp_path) == []

@@ -17,6 +17,8 @@ from eagle_trace.selection import Selection
 from eagle_trace_training import arm
 from eagle_trace_training.command import SHIM, record_command
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[3]
 SOURCES = [str(ROOT), str(ROOT / "recorders"), str(ROOT / "analysis")]
 

@@ -16,6 +16,8 @@ from tests.support import planted_faults as plant
 from tests.support.planted import Planted, run
 from tests.support.relevel import expect_the_same_at_sketch
 
+pytestmark = pytest.mark.slow
+
 CASES = plant.faults()
 
 IDS = {

@@ -18,6 +18,8 @@ from eagle_trace_analysis.comparison.cached import NAMES, Kept
 from eagle_trace_analysis.diagnosis.diagnose import CauseVerdict, diagnosed
 from tests.support.planted import Planted, run
 
+pytestmark = pytest.mark.slow
+
 CONTEXT = "layer.0.attn.context"
 E4M3, E5M2 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
 #: a place behind every prompt that was planted

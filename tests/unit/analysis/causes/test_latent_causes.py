@@ -25,6 +25,8 @@ from tests.support.latent_pair import LatentDoing, run
 from tests.support.numpy_target import answers, demo_target
 from tests.support.planted import Planted
 
+pytestmark = pytest.mark.slow
+
 #: one prompt shows as much as three
 PROMPTS = answers()[:1]
 

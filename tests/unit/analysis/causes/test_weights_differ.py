@@ -15,6 +15,8 @@ from tests.support.plant_edits import put
 from tests.support.planted import Planted, run
 from tests.support.planted_weights import DOWN, both, change
 
+pytestmark = pytest.mark.slow
+
 CASES = planted_weights.cases()
 TWO = planted_weights.two_at_once()
 WIDE = planted_weights.wide_heads()

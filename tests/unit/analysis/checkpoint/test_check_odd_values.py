@@ -23,6 +23,8 @@ from tests.support import latent
 from tests.support import published_heads as published
 from tests.support.checkpoints import Tensors, write_checkpoint
 
+pytestmark = pytest.mark.slow
+
 Draft = tuple[dict[str, Any], Tensors]
 
 ODD: list[Any] = [

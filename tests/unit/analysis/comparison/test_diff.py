@@ -27,6 +27,8 @@ from tests.support.synthetic import (
 )
 from tests.support.verdicts import first, result_of
 
+pytestmark = pytest.mark.slow
+
 CHAINS, TREES = make_prompts(), make_prompts(tree=True)
 LATER_SITES = [site for site in value_sites() if not site.startswith(("target", "fused", "fc"))]
 

@@ -36,6 +36,8 @@ from eagle_trace_analysis.comparison.fold import Dask, Executor, Serial, Threads
 from eagle_trace_analysis.report.json import to_json_text
 from tests.support.synthetic import Side, make_prompts, only, write_trace
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = make_prompts(6, tree=True)
 LEVELS = ("values", "stats")
 

@@ -32,6 +32,8 @@ from tests.support.planted_faults import faults
 from tests.support.relevel import at_level
 from tests.support.synthetic import F64, Draft, Prompt, Side, make_prompts, only, value_sites, write_trace
 
+pytestmark = pytest.mark.slow
+
 GOLDEN = Path(__file__).parents[3] / "golden"
 CHAINS = make_prompts(2)
 TYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}

@@ -21,6 +21,8 @@ from eagle_trace_analysis.evidence.context import Context
 from tests.support.synthetic import HIDDEN, Prompt, Side, default_features, make_prompts, only, write_trace
 from tests.support.verdicts import result_of
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = make_prompts(4)
 #: inputs of these decoder layers are the features; all layers below 6 have experts
 IDS = [2, 4, 6]

@@ -26,6 +26,8 @@ from tests.support.endings import ending_of
 from tests.support.planted import Planted, serving
 from tests.support.synthetic import Side, make_prompts, only, write_trace
 
+pytestmark = pytest.mark.slow
+
 CHAINS = make_prompts()
 SIDES = [("serve", "serve"), ("train", "train")]
 #: one cause of each way of being proved: by a step recomputed, by the map, by what was loaded

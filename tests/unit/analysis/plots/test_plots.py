@@ -23,6 +23,8 @@ from eagle_trace_analysis.plots.features import degenerate
 from eagle_trace_analysis.plots.weights import compare_params
 from tests.support.synthetic import ROUND, Side, make_prompts, nan, only, value_sites, write_trace
 
+pytestmark = pytest.mark.slow
+
 GOLDEN = Path(__file__).parents[3] / "golden"
 PROMPTS = make_prompts(2)
 

@@ -14,6 +14,8 @@ from eagle_trace_analysis.replay.replay import measure
 from tests.support.plant_edits import HEAD, Q, rename
 from tests.support.planted import Edit, Planted, run
 
+pytestmark = pytest.mark.slow
+
 NORM = "layers.0.post_attention_layernorm.weight"
 GATE = "layers.0.mlp.gate_proj.weight"
 SITES = {Q: "layer.0.attn.q", NORM: "layer.0.mlp.norm", GATE: "layer.0.mlp.gate", HEAD: "logits"}

@@ -32,6 +32,8 @@ from tests.support.endings import ending_of
 from tests.support.hostile import SCRIPT, hostile_pair
 from tests.support.synthetic import Side, make_prompts, write_trace
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[4]
 GOLDEN = ROOT / "tests" / "golden"
 #: fields whose words the code chooses among and acts upon, and what is computed from the traces again
