@@ -16,18 +16,23 @@ from typing import Any
 from eagle_trace.errors import CheckpointError
 
 
+def check_folder(folder: Path) -> None:
+    """Raises CheckpointError where there is no such folder."""
+    if folder.is_file():
+        raise CheckpointError(f"{folder} is a file: give the folder of a checkpoint")
+    if not folder.is_dir():
+        hub = f" (of one on a hub: hf://{folder})" if re.fullmatch(r"[\w.-]+/[\w.-]+", str(folder)) else ""
+        raise CheckpointError(f"there is no folder {folder}: give the folder of a checkpoint{hub}")
+
+
 def read_config(folder: Path) -> dict[str, Any]:
     """`config.json` of a checkpoint folder.
 
     Raises:
         CheckpointError: no such folder or file, or not a JSON object.
     """
+    check_folder(folder)
     path = folder / "config.json"
-    if folder.is_file():
-        raise CheckpointError(f"{folder} is a file: give the folder of a checkpoint")
-    if not folder.is_dir():
-        hub = f" (of one on a hub: hf://{folder})" if re.fullmatch(r"[\w.-]+/[\w.-]+", str(folder)) else ""
-        raise CheckpointError(f"there is no folder {folder}: give the folder of a checkpoint{hub}")
     if path.exists() and not path.is_file():
         raise CheckpointError(f"{path} is not a file: give the folder of a checkpoint")
     try:

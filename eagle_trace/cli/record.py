@@ -174,11 +174,11 @@ def record(
 
 def _trainer(name: str | None, draft: Path) -> tuple[Callable[..., Place], Any]:
     """What records a training, and why it is that one."""
-    from eagle_trace.checkpoints import read_config
+    from eagle_trace.checkpoints import check_folder
     from eagle_trace.jobs.chosen import chosen
     from eagle_trace.recording.hosts import find_host
 
-    read_config(draft)  # a folder that is not there has no trainer
+    check_folder(draft)  # one that is not there has no trainer
     trainer = find_host("trainer", name, draft=draft)
     return trainer.record, chosen(trainer, draft, named=name is not None)
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import xxhash
 
+from eagle_trace.checkpoints import check_folder
 from eagle_trace.errors import CheckpointError
 
 #: files of a folder that a host reads; what else lies there (logs, optimiser states, READMEs) changes no recording
@@ -28,8 +29,7 @@ def of_folder(folder: Path) -> str:
     Raises:
         CheckpointError: there is no such folder, or a file in it cannot be read.
     """
-    if not folder.is_dir():
-        raise CheckpointError(f"there is no folder {folder}: give the folder of a checkpoint")
+    check_folder(folder)
     known = xxhash.xxh3_64()
     try:
         for file in sorted(folder.rglob("*")):

@@ -111,3 +111,32 @@ def test_the_options_of_record_stand_in_groups() -> None:
     assert places == sorted(places)
     for option, group in (("--prompts", 0), ("--level", 1), ("--replay", 2), ("--batch-size", 3), ("--timeout", 4)):
         assert max(n for n, place in enumerate(places) if place < help_.index(f" {option} ")) == group, option
+
+
+@pytest.mark.parametrize(
+    ("file", "said"), [(None, "there is no folder"), ("training_state.pt", "specforge export --to sglang")]
+)
+def test_a_draft_that_cannot_be_recorded_is_told_in_the_words_of_who_knows_it(
+    file: str | None, said: str, tmp_path: Path
+) -> None:
+    pytest.importorskip("specforge")
+    draft, models = tmp_path / "draft", Path(main.__file__).parents[1] / "demo" / "models"
+    if file is not None:
+        draft.mkdir()
+        (draft / file).touch()
+    words = [
+        "record",
+        "--mode",
+        "train",
+        "--host",
+        "specforge",
+        "--target",
+        str(models / "target"),
+        "--draft",
+        str(draft),
+    ]
+    golden = Path(__file__).parents[2] / "golden" / "healthy.trace"
+    result = CliRunner().invoke(main.app, [*words, "--replay", str(golden), "--out", str(tmp_path / "t")])
+    assert result.exit_code == 2
+    assert said in result.stderr
+    assert ("the forward is that of" in result.stderr) == (file is not None)
